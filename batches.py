@@ -1,0 +1,168 @@
+"""A prepared text in batches: shuffled anew each epoch for training, fixed for evaluation.
+
+A window is `block_size + 1` tokens in a row: all but the last are inputs, all but the first are
+targets. Shapes: B windows, T tokens predicted in each.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from settings import UserError
+from tokenizer import CharTokenizer, load_tokenizer
+
+FORMAT = 1  # of the folder that prepare.py writes
+ARRAYS = ("train", "train_paragraphs", "val", "val_paragraphs")
+PREPARE = "prepare it: python prepare.py, or python prepare.py --text FILE --name NAME for your own"
+
+Batch = tuple[torch.Tensor, torch.Tensor]  # inputs and targets, int64, both (B, T)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A prepared text; its arrays stay on the disk until they are used."""
+
+    train: np.ndarray  # token ids, laid end to end
+    train_paragraphs: np.ndarray  # where each paragraph starts, and where the last one ends
+    val: np.ndarray
+    val_paragraphs: np.ndarray
+    tokenizer: CharTokenizer
+    meta: dict
+
+
+def load_dataset(folder: Path) -> Dataset:
+    """What prepare.py wrote. Raises UserError if it is missing, damaged or of another format."""
+    meta = read(folder / "meta.json", lambda path: json.loads(path.read_text("utf-8")))
+    if meta.get("format") != FORMAT:
+        found = f"its format is {meta.get('format')}, and this version reads {FORMAT}"
+        raise UserError(f"{folder}: {found}; {PREPARE}")
+    arrays = {name: read(folder / f"{name}.npy", open_array) for name in ARRAYS}
+    for split in ("train", "val"):
+        if arrays[f"{split}_paragraphs"][-1:].tolist() != [len(arrays[split])]:
+            raise UserError(f"{folder}: {split}_paragraphs.npy does not fit {split}.npy; {PREPARE}")
+    return Dataset(**arrays, tokenizer=load_tokenizer(meta["tokenizer"]), meta=meta)
+
+
+def read(path: Path, reader: Callable[[Path], Any]) -> Any:
+    """reader(path). Raises UserError if there is no such file, or it is not what it should be."""
+    try:
+        return reader(path)
+    except OSError as error:
+        problem = error.strerror
+    except (EOFError, ValueError):
+        problem = "damaged"
+    raise UserError(f"{path}: {problem}; {PREPARE}")
+
+
+def open_array(path: Path) -> np.ndarray:
+    """The array in an npy file, left on the disk until it is used."""
+    return np.load(path, mmap_mode="r")
+
+
+def check_lengths(dataset: Dataset, block_size: int) -> None:
+    """Raises UserError for each split that is too short for a single window."""
+    problems = []
+    for split, tokens in (("training", dataset.train), ("validation", dataset.val)):
+        if len(tokens) <= block_size:
+            smaller = f"lower block_size to at most {len(tokens) - 1} or " * (len(tokens) > 1)
+            problems.append(
+                f"the {split} split has {len(tokens)} tokens, and block_size = {block_size} needs "
+                f"at least {block_size + 1}: {smaller}prepare a longer text"
+            )
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+class TrainingBatches:
+    """An endless iterator of full batches in which each window comes once an epoch.
+
+    In each epoch the paragraphs are laid end to end in a new order, and windows start every
+    half block_size in the text they make; these windows are served in a random order too. That
+    text is never built: a batch looks up where its tokens lie in the file.
+
+    The text must pass `check_lengths`. The state is one number: `served`, the windows served so
+    far; with that one given, the first batch is the one that would have come next.
+    """
+
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        paragraphs: np.ndarray,
+        block_size: int,
+        batch_size: int,
+        seed: int,
+        served: int = 0,
+    ) -> None:
+        self.tokens, self.paragraphs = np.asarray(tokens), np.asarray(paragraphs)
+        self.block_size, self.batch_size = block_size, batch_size
+        self.seed, self.served = seed, served
+        self.starts = np.arange(0, len(tokens) - block_size, max(1, block_size // 2))
+        self._shuffle(served // self.windows_per_epoch)
+
+    @property
+    def windows_per_epoch(self) -> int:
+        """Windows in one pass over the text."""
+        return len(self.starts)
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the text so far."""
+        return self.served / self.windows_per_epoch
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        windows: list[np.ndarray] = []
+        end = self.served + self.batch_size
+        while self.served < end:
+            epoch, first = divmod(self.served, self.windows_per_epoch)
+            windows.append(self._windows(epoch, first, end - self.served))
+            self.served += len(windows[-1])
+        return inputs_and_targets(np.concatenate(windows))
+
+    def _windows(self, epoch: int, first: int, count: int) -> np.ndarray:  # (B, T + 1)
+        if epoch != self.shuffled:
+            self._shuffle(epoch)
+        starts = self.starts[self.order[first : first + count]]
+        places = starts[:, None] + np.arange(self.block_size + 1)  # in the shuffled text
+        paragraph = np.searchsorted(self.ends, places, side="right")
+        return self.tokens[places + self.shifts[paragraph]]
+
+    def _shuffle(self, epoch: int) -> None:
+        random = np.random.default_rng([self.seed, epoch])
+        paragraphs = random.permutation(len(self.paragraphs) - 1)
+        lengths = np.diff(self.paragraphs)[paragraphs]
+        self.ends = np.cumsum(lengths)  # of each paragraph in the shuffled text
+        self.shifts = self.paragraphs[paragraphs] - (self.ends - lengths)  # from there to the file
+        self.order = random.permutation(self.windows_per_epoch)
+        self.shuffled = epoch
+
+
+def evaluation_batches(
+    tokens: np.ndarray, block_size: int, batch_size: int, windows: int | None = None
+) -> Iterator[Batch]:
+    """The same windows every time, evenly spaced; no token is predicted twice.
+
+    windows: how many. None, or as many as there are: the whole split, in which each token but the
+        first is predicted once; what is left at the end is a batch of one shorter window.
+    """
+    whole, left = divmod(len(tokens) - 1, block_size)
+    count = whole if windows is None else min(windows, whole)
+    starts = np.arange(count) * whole // count * block_size
+    for first in range(0, count, batch_size):
+        places = starts[first : first + batch_size, None] + np.arange(block_size + 1)
+        yield inputs_and_targets(tokens[places])
+    if count == whole and left:
+        yield inputs_and_targets(tokens[None, -left - 1 :])
+
+
+def inputs_and_targets(windows: np.ndarray) -> Batch:
+    """Windows (B, T + 1) of any integer type as inputs and targets, which lie one token apart."""
+    ids = torch.from_numpy(windows.astype(np.int64))
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()

@@ -1,0 +1,448 @@
+"""Trains a Transformer on a prepared text, and writes the run to a folder under out/.
+
+usage: python train.py [config/fairy_tales.py] [--setting value ...]
+"""
+
+import contextlib
+import csv
+import dataclasses
+import importlib.util
+import io
+import json
+import math
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from generate import write
+from prepare import ensure_dataset
+from torch import nn
+from tqdm import tqdm
+
+import device as machine
+from batches import Dataset, TrainingBatches, check_lengths, evaluation_batches, load_dataset
+from checkpoint import build_model, clear, load_checkpoint, locked, save_checkpoint, write_text
+from model import ModelConfig, Transformer
+from optimizer import make_optimizer, make_schedule
+from plots import loss_curves
+from settings import ROOT, ModelSettings, TrainSettings, UserError, listing, resolve, run
+
+CHECK_INTERVAL = 10  # updates between looks at the loss: each look makes a GPU wait
+SAMPLE_LENGTH = 200  # characters the model writes at each evaluation
+
+
+def main(argv: list[str]) -> int:
+    """Trains as the arguments say; the exit code is 0, or 128 + the signal that stopped it."""
+    settings = resolve(TrainSettings, argv, __doc__, "config")
+    folder = run_folder(settings)
+    saved = load_checkpoint(folder / "last.pt") if settings.resume else None
+    if saved:  # what is not said anew stays as it was
+        settings = resolve(TrainSettings, argv, __doc__, "config", saved["settings"])
+        check_architecture(settings, saved)
+    if settings.show:
+        print(listing(settings))
+        return 0
+    device = machine.choose_device(settings.device)
+    check_folder(settings, folder)
+    if saved and is_done(saved["step"], saved["history"], settings):
+        print(f"already done: {folder} is at step {saved['step']} of {settings.max_iters}")
+        return 0
+    data, text = open_data(settings, saved)
+    with locked(folder), Interrupt() as interrupt:
+        if settings.overwrite:
+            clear(folder)
+        return Training(settings, folder, device, data, text, saved).go(interrupt)
+
+
+# ------------------------------------------------------------------------- before a run begins
+
+
+def run_folder(settings: TrainSettings) -> Path:
+    """Where the run goes: out_dir, or out/<name of the config file>."""
+    name = Path(settings.config).stem if settings.config else "default"
+    return Path(settings.out_dir) if settings.out_dir else ROOT / "out" / name
+
+
+def check_architecture(settings: TrainSettings, saved: dict[str, Any]) -> None:
+    """Raises UserError for each setting that contradicts the weights or the batches so far."""
+    fixed = {field.name for field in dataclasses.fields(ModelSettings)} - {"dropout"} | {"seed"}
+    new, old = vars(settings), saved["settings"]
+    problems = [
+        f"{name} = {new[name]}: the run to resume has {old[name]}; leave it so, or start another"
+        for name in sorted(fixed)
+        if new[name] != old[name]
+    ]
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+def check_folder(settings: TrainSettings, folder: Path) -> None:
+    """Raises UserError if the folder holds a run and it was not said what is to become of it."""
+    if (folder / "last.pt").exists() and not settings.resume and not settings.overwrite:
+        raise UserError(
+            f"{folder} holds a run: go on with --resume, replace it with --overwrite, "
+            "or choose another folder with --out_dir"
+        )
+
+
+def open_data(settings: TrainSettings, saved: dict[str, Any] | None) -> tuple[Dataset, str]:
+    """The prepared text, and the name it was found by: another's, where that had to stand in."""
+    name = settings.dataset
+    if saved and saved["settings"]["dataset"] == name:
+        name = saved["text"]["name"]
+    folder, message = ensure_dataset(name, settings.data_dir, settings.offline)
+    data = load_dataset(folder)
+    if message:
+        print(message, file=sys.stderr)
+        name = data.meta["name"]
+    check_lengths(data, settings.block_size)
+    if saved and saved["text"]["fingerprint"] != data.meta["fingerprint"]:
+        raise UserError(
+            f"{folder}: not the text that the run was trained on so far; "
+            "prepare that one again, or start another run"
+        )
+    return data, name
+
+
+class Interrupt:
+    """Notes SIGINT or SIGTERM, so that the update under way ends well; a second one is obeyed."""
+
+    def __enter__(self) -> "Interrupt":
+        self.signal = 0
+        self.before = {
+            number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        for number in self.before:
+            signal.signal(number, self.note)
+        return self
+
+    def note(self, number: int, _frame: FrameType | None) -> None:
+        """The handler of the first."""
+        self.signal = number
+        self.__exit__()
+
+    def __exit__(self, *_error: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+# ------------------------------------------------------------------------- the run
+
+
+class Training:
+    """One run: all that changes while it goes on, and its folder."""
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        folder: Path,
+        device: torch.device,
+        data: Dataset,
+        text: str,
+        saved: dict[str, Any] | None = None,
+    ) -> None:
+        self.settings, self.folder, self.device = settings, folder, device
+        self.data, self.text = data, text
+        self.dtype = machine.choose_dtype(settings.dtype, device)
+        self.step: int = saved["step"] if saved else 0
+        self.seconds: float = saved["seconds"] if saved else 0.0  # spent on updates
+        self.history: list[dict[str, Any]] = saved["history"] if saved else []
+        self.batch_loss: float = saved["batch_loss"] if saved else math.nan
+        self.unseen: list[torch.Tensor] = []  # (loss, gradient norm) of updates not yet looked at
+        self.build(saved)
+
+    def build(self, saved: dict[str, Any] | None) -> None:
+        """Everything that learns or draws, as new or exactly where `saved` left it."""
+        settings, device = self.settings, self.device
+        torch.manual_seed(settings.seed)  # for the weights
+        names = [field.name for field in dataclasses.fields(ModelSettings)]
+        shape = {name: getattr(settings, name) for name in names}
+        config = ModelConfig(vocab_size=self.data.tokenizer.vocab_size, **shape)
+        self.model = Transformer(config) if saved is None else build_model(
+            saved | {"model_config": vars(config)}, self.folder / "last.pt")[0]  # fmt: skip
+        self.model.to(device)
+        self.optimizer = make_optimizer(self.model, settings, saved and saved["optimizer"])
+        self.schedule = make_schedule(self.optimizer, settings, self.step)
+        half = self.dtype == torch.float16 and device.type == "cuda"
+        self.scaler = torch.amp.GradScaler("cuda", enabled=half)
+        self.batches = TrainingBatches(
+            self.data.train, self.data.train_paragraphs, settings.block_size,
+            settings.batch_size, settings.seed, served=saved["served"] if saved else 0,
+        )  # fmt: skip
+        torch.manual_seed(settings.seed + 1)  # for dropout
+        if saved:
+            self.scaler.load_state_dict(saved["scaler"])
+            machine.set_random_state(saved["random"], device)
+        self.forward = self.compile() if settings.compile else self.model
+
+    def compile(self) -> nn.Module:
+        """The compiled model, or the model itself and a warning."""
+        shape = (self.settings.batch_size, self.settings.block_size)
+        return machine.compiled(
+            self.model, torch.zeros(shape, dtype=torch.int64, device=self.device)
+        )
+
+    def go(self, interrupt: "Interrupt") -> int:
+        """Trains to the end or to a signal; gives the exit code."""
+        self.announce()
+        total, first = self.settings.max_iters, self.step
+        bar = tqdm(total=total, initial=first, unit="step", disable=None)  # None: off in a pipe
+        with bar, machine.memory_advice(f"{self.size()}; lower batch_size, block_size or n_embd"):
+            while not interrupt.signal:
+                if self.is_due():
+                    self.evaluate(bar)
+                if is_done(self.step, self.history, self.settings):
+                    break
+                self.update()
+                bar.update()
+                if self.step % CHECK_INTERVAL == 0:
+                    self.look(bar)
+                if self.step - first == CHECK_INTERVAL:
+                    bar.write(self.estimate())
+            if interrupt.signal:
+                self.look(bar)
+                self.save()
+        return self.stopped(interrupt.signal) if interrupt.signal else self.finished()
+
+    def update(self) -> None:
+        """One update of the weights, from gradient_accumulation_steps batches."""
+        began, parts = time.perf_counter(), self.settings.gradient_accumulation_steps
+        total = torch.zeros((), device=self.device)
+        for _ in range(parts):
+            inputs, targets = (tensor.to(self.device) for tensor in next(self.batches))
+            with machine.autocast(self.device, self.dtype):
+                loss = self.forward(inputs, targets)[1] / parts
+            self.scaler.scale(loss).backward()
+            total += loss.detach()
+        self.scaler.unscale_(self.optimizer)
+        weights = list(self.model.parameters())
+        norm = nn.utils.get_total_norm([weight.grad for weight in weights])
+        if self.settings.grad_clip is not None:
+            nn.utils.clip_grads_with_norm_(weights, self.settings.grad_clip, norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.schedule.step()
+        self.step += 1
+        self.unseen.append(torch.stack((total, norm)))
+        self.seconds += time.perf_counter() - began
+
+    def look(self, bar: tqdm) -> None:
+        """Reads the losses since the last look. Raises UserError when one is not finite."""
+        began = time.perf_counter()
+        values = torch.stack(self.unseen).tolist() if self.unseen else []
+        self.seconds += time.perf_counter() - began  # a GPU has been working off its queue
+        for step, (loss, norm) in enumerate(values, self.step - len(values) + 1):
+            # float16 meets infinite gradients as it searches for its scale, and skips those steps.
+            if not math.isfinite(loss + (0.0 if self.scaler.is_enabled() else norm)):
+                raise UserError(
+                    f"loss {loss:g}, gradient norm {norm:g} at step {step}, learning rate "
+                    f"{self.rate():g}: lower learning_rate or set grad_clip = 1; "
+                    f"what was saved before in {self.folder} is untouched"
+                )
+            self.batch_loss = loss
+        self.unseen.clear()
+        bar.set_postfix_str(
+            f"loss {self.batch_loss:.3f}, lr {self.rate():.1e}, {self.speed():,.0f} tokens/s", False
+        )
+
+    def is_due(self) -> bool:
+        """Whether this step is to be evaluated, and has not been."""
+        wanted = (
+            self.step % self.settings.eval_interval == 0 or self.step >= self.settings.max_iters
+        )
+        return wanted and not is_evaluated(self.step, self.history)
+
+    def evaluate(self, bar: tqdm) -> None:
+        """Measures, writes a sample, and saves it all. No random stream of the training moves."""
+        self.look(bar)
+        windows = self.settings.eval_iters * self.settings.batch_size
+        train_loss = self.loss_of(self.data.train, windows)
+        val_loss = self.loss_of(self.data.val, windows)
+        row = {
+            "step": self.step,
+            "train_loss": train_loss,
+            "val_loss": val_loss,
+            "bits_per_character": val_loss / math.log(2),
+            "whole_val_loss": None,
+            "batch_loss": self.batch_loss,
+            "learning_rate": self.rate(),
+            "seconds": round(self.seconds, 2),
+            "sample": write(self.model, self.data.tokenizer, "", SAMPLE_LENGTH, self.settings.seed),
+        }
+        self.history.append(row)
+        if is_done(self.step, self.history, self.settings):
+            row["whole_val_loss"] = self.loss_of(self.data.val, None)
+        bar.write(
+            f"step {self.step}: train {train_loss:.4f}, validation {val_loss:.4f} nats "
+            f"({row['bits_per_character']:.3f} bits a character)\n{indent(row['sample'])}"
+        )
+        self.save()
+
+    @torch.no_grad()
+    def loss_of(self, tokens: np.ndarray, windows: int | None) -> float:
+        """Mean loss in nats per token over that many fixed windows; None: over every token."""
+        self.model.eval()
+        losses, counts = [], []
+        for inputs, targets in evaluation_batches(
+            tokens, self.settings.block_size, self.settings.batch_size, windows
+        ):
+            with machine.autocast(self.device, self.dtype):
+                losses.append(self.forward(inputs.to(self.device), targets.to(self.device))[1])
+            counts.append(targets.numel())
+        self.model.train()
+        return float(np.average(torch.stack(losses).tolist(), weights=counts))
+
+    def save(self) -> None:
+        """Writes the run's files; best.pt first, so that last.pt never promises a better one."""
+        state = self.state()
+        if is_evaluated(self.step, self.history) and best_row(self.history) is self.history[-1]:
+            save_checkpoint(state, self.folder / "best.pt")
+        save_checkpoint(state, self.folder / "last.pt")
+        described = self.settings.record() | {"text": self.text}
+        write_text(self.folder / "settings.json", json.dumps(described, indent=2) + "\n")
+        write_text(self.folder / "log.csv", log_table(self.history))
+        samples = (f"--- step {row['step']}\n{row['sample']}\n" for row in self.history)
+        write_text(self.folder / "samples.txt", "\n".join(samples))
+        if self.history:
+            self.draw()
+
+    def draw(self) -> None:
+        """Draws loss.png, where there is matplotlib."""
+        with contextlib.suppress(ImportError):  # announce() has said so
+            loss_curves(self.history, self.folder / "loss.png", f"Losses of {self.folder.name}")
+
+    def state(self) -> dict[str, Any]:
+        """All that a checkpoint holds: enough to sample from, and to go on as if never stopped."""
+        return {
+            "model_config": vars(self.model.config),
+            "model": self.model.state_dict(),
+            "tokenizer": self.data.tokenizer.state(),
+            "settings": self.settings.record(),
+            "text": {"name": self.text, "fingerprint": self.data.meta["fingerprint"]},
+            "step": self.step,
+            "val_loss": self.history[-1]["val_loss"] if self.history else None,
+            "batch_loss": self.batch_loss,
+            "seconds": self.seconds,
+            "history": self.history,
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "served": self.batches.served,
+            "random": machine.random_state(self.device),
+        }
+
+    def rate(self) -> float:
+        """The learning rate of the next update."""
+        return self.schedule.get_last_lr()[0]
+
+    def tokens_per_step(self) -> int:
+        """Tokens that one update learns from."""
+        one = self.settings.batch_size * self.settings.block_size
+        return one * self.settings.gradient_accumulation_steps
+
+    def speed(self) -> float:
+        """Tokens learned from per second, over the whole run."""
+        return self.tokens_per_step() * self.step / max(self.seconds, 1e-9)
+
+    def size(self) -> str:
+        """What takes the memory, in words."""
+        settings = self.settings
+        return (
+            f"{self.model.parameter_count():,} parameters, batch_size {settings.batch_size}, "
+            f"block_size {settings.block_size}"
+        )
+
+    def announce(self) -> None:
+        """Says what is about to happen."""
+        settings, data = self.settings, self.data
+        windows = settings.max_iters * settings.batch_size * settings.gradient_accumulation_steps
+        print(
+            f"{self.size()}, on {machine.describe(self.device)}, {self.dtype}".replace("torch.", "")
+        )
+        print(
+            f"{self.text}: {len(data.train):,} characters to learn from, {len(data.val):,} to "
+            f"validate with, {data.tokenizer.vocab_size} different ones"
+        )
+        print(
+            f"{settings.max_iters:,} updates of {self.tokens_per_step():,} characters, "
+            f"{windows / self.batches.windows_per_epoch:.1f} passes; run folder {self.folder}"
+        )
+        if self.step:
+            print(f"going on from step {self.step}")
+        if importlib.util.find_spec("matplotlib") is None:
+            print(
+                "matplotlib is not installed, so there will be no loss.png: pip install matplotlib"
+            )
+
+    def estimate(self) -> str:
+        """How long the rest will take, going by the updates so far."""
+        left = (self.settings.max_iters - self.step) * self.seconds / self.step
+        return f"about {left / 60:.0f} minutes to go, at {self.speed():,.0f} characters a second"
+
+    def stopped(self, number: int) -> int:
+        """Says how to go on after a signal; gives the exit code that shells expect."""
+        where = shlex.quote(str(self.folder))
+        print(f"stopped at step {self.step} and saved; to go on from there:")
+        print(f"  python train.py --resume --out_dir {where}")
+        return 128 + number
+
+    def finished(self) -> int:
+        """Says what came of it and how to sample from it; gives the exit code 0."""
+        row, best = self.history[-1], best_row(self.history)
+        if self.step < self.settings.max_iters:
+            print(f"stopped early: {self.settings.patience} evaluations without a better loss")
+        if row["whole_val_loss"] is not None:
+            print(f"loss over the whole validation split: {row['whole_val_loss']:.4f} nats")
+        print(f"best at step {best['step']}: {best['val_loss']:.4f}; the run is in {self.folder}")
+        start = "" if self.data.tokenizer.unknown("Once") else ' --start "Once"'
+        print(
+            f"sample from it:\n  python sample.py --out_dir {shlex.quote(str(self.folder))}{start}"
+        )
+        return 0
+
+
+# ------------------------------------------------------------------------- the record of a run
+
+
+def is_evaluated(step: int, history: list[dict[str, Any]]) -> bool:
+    """Whether the newest evaluation is that of this step."""
+    return bool(history) and history[-1]["step"] == step
+
+
+def best_row(history: list[dict[str, Any]]) -> dict[str, Any]:
+    """The evaluation with the lowest validation loss, the first of equals."""
+    return min(history, key=lambda row: row["val_loss"])
+
+
+def is_done(step: int, history: list[dict[str, Any]], settings: TrainSettings) -> bool:
+    """Whether nothing is left to do: all updates made and evaluated, or patience at its end."""
+    if step > settings.max_iters or (step == settings.max_iters and is_evaluated(step, history)):
+        return True
+    if settings.patience is None or not is_evaluated(step, history):
+        return False
+    return len(history) - 1 - history.index(best_row(history)) >= settings.patience
+
+
+def log_table(history: list[dict[str, Any]]) -> str:
+    """The evaluations as CSV, without the samples."""
+    columns = [name for name in history[0] if name != "sample"] if history else []
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(history)
+    return text.getvalue()
+
+
+def indent(text: str) -> str:
+    """A sample, set apart from what is said about it."""
+    return "\n".join(f"    {line}" for line in text.strip("\n").splitlines())
+
+
+if __name__ == "__main__":
+    run(main)
