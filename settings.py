@@ -7,6 +7,7 @@ table and every check are made from those lines. `TrainSettings` is here; `sampl
 
 import dataclasses
 import difflib
+import inspect
 import itertools
 import os
 import sys
@@ -154,7 +155,7 @@ def resolve(
     Raises UserError with every problem found, before anything else is read or written.
     """
     if "--help" in argv or "-h" in argv:
-        print(help_text(kind, about, positional))
+        print(help_text(kind, about, positional), flush=True)
         raise SystemExit(0)
     fields = {field.name: field for field in itertools.starmap(Field, hinted(kind))}
     problems: list[str] = []
@@ -270,22 +271,27 @@ def read_config_file(
     """The public plain values that a Python file leaves behind, run in a namespace of its own."""
     namespace: dict[str, typing.Any] = {"__name__": "config", "__file__": str(path)}
     try:
-        exec(compile(path.read_text("utf-8-sig"), str(path), "exec"), namespace)
+        source = path.read_bytes()
     except OSError as error:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], 1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         problems.append(f"{path}: {error.strerror}{hint}")
         return {}
+    try:
+        exec(compile(source, str(path), "exec"), namespace)
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         inside = [frame.lineno for frame in frames if frame.filename == str(path)]
-        line = getattr(error, "lineno", None) or (inside or ["?"])[-1]
-        problems.append(f"{path}, line {line}: {type(error).__name__}: {error}")
+        line = inside[-1] if inside else getattr(error, "lineno", "?")  # a SyntaxError: never ran
+        what = getattr(error, "msg", error)  # a SyntaxError's text tells the file and line again
+        problems.append(f"{path}, line {line}: {type(error).__name__}: {what}")
         return {}
     plain = bool | int | float | str | list | tuple | dict | None
-    public = {n: v for n, v in namespace.items() if not n.startswith("_") and isinstance(v, plain)}
-    where = f" ({path})"
-    return {name: checked(fields, name, value, where, problems) for name, value in public.items()}
+    return {
+        name: checked(fields, name, value, f" ({path})", problems)
+        for name, value in namespace.items()
+        if name in fields or (not name.startswith("_") and isinstance(value, plain))
+    }
 
 
 def checked(
@@ -300,10 +306,11 @@ def checked(
     field = fields[name]
     try:
         value = given if where else field.parse(given)
+        value = tuple(value) if isinstance(value, list) else value  # a file may write either
         if not field.accepts(value):
             raise ValueError
     except (ValueError, LookupError):
-        shown = given if where or len(given) != 1 else given[0]
+        shown = given if where or len(given) > 1 else "".join(given)
         problems.append(f"{name} = {shown!r}{where}: expected {field.expected()}")
         return ...
     return field.type(value) if field.type is float and value is not None else value
@@ -315,10 +322,11 @@ def checked(
 def help_text(kind: type, about: str, positional: str) -> str:
     """What `--help` prints, made from the fields."""
     lines = [about.strip()]
-    groups = [base for base in kind.__bases__ if dataclasses.is_dataclass(base)] or [kind]
-    for group in groups:
-        lines += ["", f"{(group.__doc__ or '').strip()}:"]
-        for field in map(Field, *zip(*hinted(group), strict=True)):
+    fields = {field.name: Field(field, hint) for field, hint in hinted(kind)}
+    for group in (*kind.__bases__, kind):
+        own = [fields[name] for name in inspect.get_annotations(group)]
+        lines += ["", f"{group.__doc__.strip()}:"] if own else []
+        for field in own:
             name = f"[{field.name}]" if field.name == positional else f"--{field.name}"
             lines.append(f"  {name:30} {field.meaning}")
             lines.append(f"  {'':30} {field.expected()}; default {show(field.default)}")
@@ -327,7 +335,7 @@ def help_text(kind: type, about: str, positional: str) -> str:
 
 def listing(chosen: object) -> str:
     """Settings as the lines of a config file."""
-    return "\n".join(f"{name} = {value!r}" for name, value in vars(chosen).items())
+    return "\n".join(f"{name} = {value!r}" for name, value in chosen.record().items())
 
 
 def show(value: object) -> str:
@@ -345,11 +353,11 @@ def run(main: Callable[[list[str]], int | None]) -> typing.NoReturn:
     """
     if sys.getfilesystemencoding() != "utf-8":  # the C locale would mangle arguments and names
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
-    for stream in (sys.stdin, sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8")
+    for stream in filter(None, (sys.stdin, sys.stdout, sys.stderr)):  # None: closed from outside
+        stream.reconfigure(encoding="utf-8", errors=stream.errors)
     try:
         code = main(sys.argv[1:])
-        sys.stdout.flush()
+        print(end="", flush=True)
     except UserError as error:
         name = Path(sys.argv[0]).name
         print(*(f"{name}: {line}" for line in str(error).splitlines()), sep="\n", file=sys.stderr)
