@@ -652,10 +652,10 @@ def table(data: Path) -> Iterator[str]:
         state = "in the cache" if all(cached) else "to be fetched"
         if name == "tales":
             files = (settings.ROOT / "data" / "tales").glob("*.txt")
-            size, state = sum(file.stat().st_size for file in files), "ships with this"
+            size, state = sum(file.stat().st_size for file in files), "in the repository"
         if name in prepared(data):
             size, state = read_meta(data / name)["counts"]["characters"], "prepared"
-        yield f"{name:16} {size:>13,} characters  {state:16} {source.title}"
+        yield f"{name:16} {size:>13,} characters  {state:17} {source.title}"
 
 
 def prepared(data: Path) -> list[str]:

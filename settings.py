@@ -207,7 +207,7 @@ class Field:
         if isinstance(self.valid, tuple):
             return "one of " + ", ".join(self.valid)
         words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-        kind = words[self.type] + (f" in {self.valid}" if self.valid else "")
+        kind = " ".join([words[self.type], *interval_words(self.valid)])
         return kind + (" or none" if self.optional else "") + (", one or more" if self.many else "")
 
 
@@ -222,6 +222,15 @@ def in_interval(value: float, interval: str) -> bool:
     low, high = (float(end) for end in interval[1:-1].split(","))
     above = value >= low if interval[0] == "[" else value > low
     return above and (value <= high if interval[-1] == "]" else value < high)
+
+
+def interval_words(interval: str) -> list[str]:
+    """An interval for people: "[0, 1)" is "from 0 below 1", "(0, inf)" is "above 0"."""
+    if not interval:
+        return []
+    low, high = interval[1:-1].split(", ")
+    words = [f"from {low}" if interval[0] == "[" else f"above {low}"]
+    return words + ([f"to {high}" if interval[-1] == "]" else f"below {high}"] * (high != "inf"))
 
 
 def read_command_line(
