@@ -108,7 +108,7 @@ def read(model: Transformer, cache: KVCache, texts: list[list[int]], kept: int) 
     full = [i for i, length in enumerate(cache.lengths) if length == model.config.block_size]
     if full:
         refill(model, cache, full, [texts[i][-kept:] for i in full])
-    newest = torch.tensor([text[-1:] for text in texts], device=cache.keys.device)  # (B, 1)
+    newest = torch.tensor([text[-1:] for text in texts], device=cache.store.device)  # (B, 1)
     with evaluating(model):
         logits, _ = model(newest, cache=cache)  # (B, 1, V)
     return logits[:, 0].cpu().double()
@@ -123,7 +123,7 @@ def refill(model: Transformer, cache: KVCache, rows: list[int], texts: list[list
     ]
     fresh = new_cache(model, len(rows))
     with evaluating(model):
-        model(torch.tensor(padded, device=cache.keys.device), cache=fresh, lengths=lengths)
+        model(torch.tensor(padded, device=cache.store.device), cache=fresh, lengths=lengths)
     cache.replace(rows, fresh)
 
 

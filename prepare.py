@@ -91,7 +91,7 @@ class PrepareSettings:
     source: str = setting("tales", "a text known by name; --list shows them")
     text: tuple[str, ...] = setting((), "your own instead: files, or folders of .txt files")
     name: str | None = setting(None, "folder to make under data/; none: the source's name")
-    from_: tuple[str, ...] = setting((), "the source's texts as files, in place of fetching them")
+    from_: tuple[str, ...] = setting((), "the source's texts as files in its order, not fetched")
     encoding: str = setting("utf-8", "how the files are encoded, such as cp1252 or gbk")
     split: str = setting(
         "paragraphs", "validate on paragraphs chosen at random, or on the end of the text",
@@ -108,8 +108,8 @@ class PrepareSettings:
     def conflicts(self) -> Iterator[tuple[set[str], str]]:
         """Every rule that is broken, with the names of the settings it is about."""
         if self.source not in SOURCES:
-            hint = f"{nearest(self.source, SOURCES)}A text of your own: --text FILE --name NAME"
-            yield {"source"}, f"source = {self.source!r}: not known; {hint}"
+            hint = f"{nearest(self.source, SOURCES)}; your own goes as --text FILE --name NAME"
+            yield {"source"}, f"source = {self.source!r}: no text is known by that name{hint}"
         elif self.text and self.source != "tales":
             yield {"source", "text"}, "source and text exclude each other; give one"
         if self.text and not self.name:
@@ -125,7 +125,7 @@ class PrepareSettings:
             yield {"from", "source"}, f"from: expected {wanted}; {len(self.from_)} given"
         try:
             "".encode(self.encoding)
-        except LookupError:
+        except (LookupError, ValueError):
             rule = "Python knows no such text encoding; try utf-8, cp1252, gbk or utf-16"
             yield {"encoding"}, f"encoding = {self.encoding!r}: {rule}"
 
@@ -192,8 +192,10 @@ def ensure_dataset(
             return folder, None
     if name_or_path not in SOURCES:
         known = {*SOURCES, *prepared(data_folder(data_dir))}
-        hint = f"{nearest(name_or_path, known)}A text of your own: python prepare.py --text FILE"
-        raise UserError(f"dataset = {name_or_path!r}: not prepared; {hint} --name NAME")
+        hint = (
+            f"{nearest(name_or_path, known)}; python prepare.py --text FILE --name NAME makes one"
+        )
+        raise UserError(f"dataset = {name_or_path!r}: no text of that name is prepared{hint}")
     try:
         wanted = PrepareSettings(source=name_or_path, data_dir=data_dir, offline=offline)
         return prepare(wanted), None
@@ -265,9 +267,8 @@ def read_text(path: Path, encoding: str) -> tuple[str, dict]:
     del text
     text = "\n".join(parts)
     if not text or text.isspace():
-        raise ValueError(
-            "there is nothing but blanks in it" + "; cut: " * bool(cut) + ", ".join(cut)
-        )
+        left = f" once {', '.join(cut)} are cut" if cut else ""
+        raise ValueError(f"nothing but blanks in it{left}")
     return text, record | {"characters": len(text), "cut": cut}
 
 
@@ -292,13 +293,13 @@ def decode(data: bytes, encoding: str) -> str:
 # A line that ends a header, the sentence that closes a book, or a line that begins a licence.
 MARKERS = re.compile(
     r"^ *(?:"
-    r"(?P<header>\*+ ?START OF (?:\w+ ){0,2}PROJECT GUTENBERG"
+    r"(?P<header>\*+ *START OF (?:\w+ ){0,2}PROJECT GUTENBERG"
     r"(?:(?:[^*\n]|\n(?!\n)){0,300}\*{2,}.*|.*)"  # a long title runs on to the next line
-    r"|\*+ ?END\** ?THE SMALL PRINT.*)"  # the end of a header until about 2002
+    r"|\*+ *END\** ?THE SMALL PRINT.*)"  # the end of a header until about 2002
     r"|(?P<closing>\** ?(?:The )?(?:End|Ende|Fin)\b.{0,20}\bProje[ck]t Gutenberg.*"
     r"(?:\n(?!\*)\S.*){0,3})"
-    r"|(?P<licence>\*+ ?END OF (?:\w+ ){0,2}PROJECT GUTENBERG.*"
-    r"|\*+ ?START: FULL LICENSE.*|THE FULL PROJECT GUTENBERG\S{0,3} LICENSE.*)"
+    r"|(?P<licence>\*+ *END OF (?:\w+ ){0,2}PROJECT GUTENBERG.*"
+    r"|\*+ *START: FULL LICENSE.*|THE FULL PROJECT GUTENBERG\S{0,3} LICENSE.*)"
     r")\n?",
     re.MULTILINE | re.IGNORECASE,
 )
@@ -660,7 +661,11 @@ def table(data: Path) -> Iterator[str]:
 
 def prepared(data: Path) -> list[str]:
     """The names of the texts that are prepared in that folder."""
-    return sorted(path.parent.name for path in data.glob("*/meta.json") if read_meta(path.parent))
+    return sorted(
+        path.parent.name
+        for path in data.glob("*/meta.json")
+        if read_meta(path.parent).get("format") == FORMAT
+    )
 
 
 def data_folder(data_dir: str | None) -> Path:
@@ -671,7 +676,7 @@ def data_folder(data_dir: str | None) -> Path:
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint at the known name that this one may have been meant for, if there is one."""
     near = difflib.get_close_matches(name, known, 1, cutoff=0.5)
-    return f"did you mean {near[0]}? " if near else ""
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 if __name__ == "__main__":
