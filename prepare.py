@@ -290,16 +290,15 @@ def decode(data: bytes, encoding: str) -> str:
     return text
 
 
-# A line that ends a header, the sentence that closes a book, or a line that begins a licence.
+# A line that ends a header or begins a licence, or the sentence that closes a book.
 MARKERS = re.compile(
     r"^ *(?:"
     r"(?P<header>\*+ *START OF (?:\w+ ){0,2}PROJECT GUTENBERG"
     r"(?:(?:[^*\n]|\n(?!\n)){0,300}\*{2,}.*|.*)"  # a long title runs on to the next line
     r"|\*+ *END\** ?THE SMALL PRINT.*)"  # the end of a header until about 2002
-    r"|(?P<closing>\** ?(?:The )?(?:End|Ende|Fin)\b.{0,20}\bProje[ck]t Gutenberg.*"
-    r"(?:\n(?!\*)\S.*){0,3})"
     r"|(?P<licence>\*+ *END OF (?:\w+ ){0,2}PROJECT GUTENBERG.*"
     r"|\*+ *START: FULL LICENSE.*|THE FULL PROJECT GUTENBERG\S{0,3} LICENSE.*)"
+    r"|(?P<closing>(?:The )?(?:End|Ende|Fin)\b.{0,20}\bProje[ck]t Gutenberg.*(?:\n(?!\*)\S.*){0,3})"
     r")\n?",
     re.MULTILINE | re.IGNORECASE,
 )

@@ -146,28 +146,34 @@ def resolve(
     about: str,
     positional: str = "",
     defaults: dict[str, typing.Any] | None = None,
+    field: "Callable[..., Field] | None" = None,
+    strict: bool = True,
 ) -> typing.Any:
     """An instance of the settings dataclass `kind`: defaults < config file < command line.
 
-    about: what `--help` begins with. positional: the setting that an argument without a name sets;
-        the one called "config" names a Python file of settings. defaults: in place of the
-        dataclass's own, as far as they go.
+    about: what `--help` begins with.
+    positional: the setting that an argument without a name sets; the one called "config" names a
+        Python file of settings.
+    defaults: in place of the dataclass's own, as far as they go.
+    field: what makes a Field of a dataclass's field and its type; sweep.py's takes lists.
+    strict: False passes over every problem, to look where a run lies before its settings are known.
     Raises UserError with every problem found, before anything else is read or written.
     """
     if "--help" in argv or "-h" in argv:
         print(help_text(kind, about, positional), flush=True)
         raise SystemExit(0)
-    fields = {field.name: field for field in itertools.starmap(Field, hinted(kind))}
+    fields = {made.name: made for made in itertools.starmap(field or Field, hinted(kind))}
     problems: list[str] = []
     given = read_command_line(fields, argv, positional, problems)
     if isinstance(given.get("config"), str):
         given = read_config_file(fields, Path(given["config"]), problems) | given
     bad = {name for name in given if name not in fields or given[name] is ...}
     good = {fields[name].attribute: given[name] for name in given if name not in bad}
-    chosen = kind(**{**(defaults or {}), **good})
+    known = {name: value for name, value in (defaults or {}).items() if name in fields}
+    chosen = kind(**(known | good))
     if hasattr(chosen, "conflicts"):
         problems += [message for names, message in chosen.conflicts() if not names & bad]
-    if problems:
+    if problems and strict:
         raise UserError("\n".join(problems))
     return chosen
 
@@ -246,7 +252,7 @@ def read_command_line(
         token = tokens.pop(0)
         named = token if token.startswith("--") else f"--{positional}={token}"
         name, equals, text = named[2:].partition("=")
-        if name == "" or (name == positional and name in given):
+        if name == "" or (name == positional and name in given and not fields[name].many):
             problems.append(f"{token!r} is one argument too many; settings go as --name value")
             continue
         texts = [text] if equals else take_values(fields, name, tokens)
@@ -345,6 +351,16 @@ def help_text(kind: type, about: str, positional: str) -> str:
 def listing(chosen: object) -> str:
     """Settings as the lines of a config file."""
     return "\n".join(f"{name} = {value!r}" for name, value in chosen.record().items())
+
+
+def arguments(chosen: object) -> list[str]:
+    """The command line that resolves to these settings; what is at its default is left out."""
+    defaults = {field.name: field.default for field in dataclasses.fields(chosen)}
+    return [
+        f"--{name}={show(value)}"
+        for name, value in chosen.record().items()
+        if value != defaults[name]
+    ]
 
 
 def show(value: object) -> str:

@@ -20,17 +20,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from generate import write
-from prepare import ensure_dataset
 from torch import nn
 from tqdm import tqdm
 
 import device as machine
 from batches import Dataset, TrainingBatches, check_lengths, evaluation_batches, load_dataset
 from checkpoint import build_model, clear, load_checkpoint, locked, save_checkpoint, write_text
+from generate import write
 from model import ModelConfig, Transformer
 from optimizer import make_optimizer, make_schedule
 from plots import loss_curves
+from prepare import ensure_dataset
 from settings import ROOT, ModelSettings, TrainSettings, UserError, listing, resolve, run
 
 CHECK_INTERVAL = 10  # updates between looks at the loss: each look makes a GPU wait
@@ -39,11 +39,11 @@ SAMPLE_LENGTH = 200  # characters the model writes at each evaluation
 
 def main(argv: list[str]) -> int:
     """Trains as the arguments say; the exit code is 0, or 128 + the signal that stopped it."""
-    settings = resolve(TrainSettings, argv, __doc__, "config")
-    folder = run_folder(settings)
-    saved = load_checkpoint(folder / "last.pt") if settings.resume else None
-    if saved:  # what is not said anew stays as it was
-        settings = resolve(TrainSettings, argv, __doc__, "config", saved["settings"])
+    wanted = resolve(TrainSettings, argv, __doc__, "config", strict=False)
+    folder = run_folder(wanted)
+    saved = load_checkpoint(folder / "last.pt") if wanted.resume else None
+    settings = resolve(TrainSettings, argv, __doc__, "config", saved and saved["settings"])
+    if saved:
         check_architecture(settings, saved)
     if settings.show:
         print(listing(settings))
@@ -54,7 +54,8 @@ def main(argv: list[str]) -> int:
         print(f"already done: {folder} is at step {saved['step']} of {settings.max_iters}")
         return 0
     data, text = open_data(settings, saved)
-    with locked(folder), Interrupt() as interrupt:
+    advice = f"{size(settings, data)}; lower batch_size, block_size or n_embd"
+    with locked(folder), Interrupt() as interrupt, machine.memory_advice(advice):
         if settings.overwrite:
             clear(folder)
         return Training(settings, folder, device, data, text, saved).go(interrupt)
@@ -110,6 +111,21 @@ def open_data(settings: TrainSettings, saved: dict[str, Any] | None) -> tuple[Da
     return data, name
 
 
+def model_config(settings: TrainSettings, data: Dataset) -> ModelConfig:
+    """The model that the settings ask for, with the text's vocabulary."""
+    names = [field.name for field in dataclasses.fields(ModelSettings)]
+    shape = {name: getattr(settings, name) for name in names}
+    return ModelConfig(vocab_size=data.tokenizer.vocab_size, **shape)
+
+
+def size(settings: TrainSettings, data: Dataset) -> str:
+    """What takes the memory, in words; found without taking it."""
+    with torch.device("meta"):
+        parameters = Transformer(model_config(settings, data)).parameter_count()
+    batch = f"batch_size {settings.batch_size}, block_size {settings.block_size}"
+    return f"{parameters:,} parameters, {batch}"
+
+
 class Interrupt:
     """Notes SIGINT or SIGTERM, so that the update under way ends well; a second one is obeyed."""
 
@@ -161,9 +177,7 @@ class Training:
         """Everything that learns or draws, as new or exactly where `saved` left it."""
         settings, device = self.settings, self.device
         torch.manual_seed(settings.seed)  # for the weights
-        names = [field.name for field in dataclasses.fields(ModelSettings)]
-        shape = {name: getattr(settings, name) for name in names}
-        config = ModelConfig(vocab_size=self.data.tokenizer.vocab_size, **shape)
+        config = model_config(settings, self.data)
         self.model = Transformer(config) if saved is None else build_model(
             saved | {"model_config": vars(config)}, self.folder / "last.pt")[0]  # fmt: skip
         self.model.to(device)
@@ -193,7 +207,7 @@ class Training:
         self.announce()
         total, first = self.settings.max_iters, self.step
         bar = tqdm(total=total, initial=first, unit="step", disable=None)  # None: off in a pipe
-        with bar, machine.memory_advice(f"{self.size()}; lower batch_size, block_size or n_embd"):
+        with bar:
             while not interrupt.signal:
                 if self.is_due():
                     self.evaluate(bar)
@@ -241,15 +255,18 @@ class Training:
         for step, (loss, norm) in enumerate(values, self.step - len(values) + 1):
             # float16 meets infinite gradients as it searches for its scale, and skips those steps.
             if not math.isfinite(loss + (0.0 if self.scaler.is_enabled() else norm)):
-                raise UserError(
-                    f"loss {loss:g}, gradient norm {norm:g} at step {step}, learning rate "
-                    f"{self.rate():g}: lower learning_rate or set grad_clip = 1; "
-                    f"what was saved before in {self.folder} is untouched"
-                )
+                raise self.diverged(f"loss {loss:g}, gradient norm {norm:g} at step {step}")
             self.batch_loss = loss
         self.unseen.clear()
         bar.set_postfix_str(
             f"loss {self.batch_loss:.3f}, lr {self.rate():.1e}, {self.speed():,.0f} tokens/s", False
+        )
+
+    def diverged(self, what: str) -> UserError:
+        """The error that stops a run whose numbers have left the scale."""
+        return UserError(
+            f"{what}, learning rate {self.rate():g}: lower learning_rate or set grad_clip = 1; "
+            f"what was saved before in {self.folder} is untouched"
         )
 
     def is_due(self) -> bool:
@@ -265,6 +282,8 @@ class Training:
         windows = self.settings.eval_iters * self.settings.batch_size
         train_loss = self.loss_of(self.data.train, windows)
         val_loss = self.loss_of(self.data.val, windows)
+        if not math.isfinite(train_loss + val_loss):
+            raise self.diverged(f"losses {train_loss:g} and {val_loss:g} at step {self.step}")
         row = {
             "step": self.step,
             "train_loss": train_loss,
@@ -301,6 +320,8 @@ class Training:
 
     def save(self) -> None:
         """Writes the run's files; best.pt first, so that last.pt never promises a better one."""
+        if not all(weight.isfinite().all() for weight in self.model.parameters()):
+            raise self.diverged(f"a weight is not finite at step {self.step}")
         state = self.state()
         if is_evaluated(self.step, self.history) and best_row(self.history) is self.history[-1]:
             save_checkpoint(state, self.folder / "best.pt")
@@ -350,20 +371,14 @@ class Training:
         """Tokens learned from per second, over the whole run."""
         return self.tokens_per_step() * self.step / max(self.seconds, 1e-9)
 
-    def size(self) -> str:
-        """What takes the memory, in words."""
-        settings = self.settings
-        return (
-            f"{self.model.parameter_count():,} parameters, batch_size {settings.batch_size}, "
-            f"block_size {settings.block_size}"
-        )
-
     def announce(self) -> None:
         """Says what is about to happen."""
         settings, data = self.settings, self.data
         windows = settings.max_iters * settings.batch_size * settings.gradient_accumulation_steps
         print(
-            f"{self.size()}, on {machine.describe(self.device)}, {self.dtype}".replace("torch.", "")
+            f"{size(settings, data)}, on {machine.describe(self.device)}, {self.dtype}".replace(
+                "torch.", ""
+            )
         )
         print(
             f"{self.text}: {len(data.train):,} characters to learn from, {len(data.val):,} to "

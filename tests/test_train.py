@@ -177,7 +177,7 @@ def test_the_comparison_of_runs_can_fail(tiny, straight, tmp_path):
 
 
 def test_the_epochs_end_lies_where_the_resume_tests_need_it(data_dir):
-    """73 windows: 16 an update end an epoch in updates 5 and 10, 12 an update in update 7."""
+    """75 windows: 16 an update end an epoch in updates 5 and 10, 12 an update in update 7."""
     data = load_dataset(data_dir / "page")
     windows = len(range(0, len(data.train) - 32, 16))
     assert windows // 16 == 4 and 2 * windows // 16 == 9 and windows // 12 == 6
@@ -241,7 +241,16 @@ def test_settings_that_may_change_do(tiny, mine):
     assert saved["optimizer"]["param_groups"][0]["weight_decay"] == 0.5
     assert saved["served"] == 12 * 4 + 4 * 8
     assert [row["step"] for row in log(mine)] == ["0", "4", "8", "12", "14", "16"]
-    assert float(log(mine)[-2]["learning_rate"]) > 1e-3
+    cosine = (1 + math.cos(14 / 16 * math.pi)) / 2
+    assert float(log(mine)[-2]["learning_rate"]) == pytest.approx(1e-5 + (0.01 - 1e-5) * cosine)
+
+
+def test_rules_between_settings_are_about_the_run_not_the_defaults(tiny, tmp_path):
+    """A rate above the default's allows a min_lr above the default rate, also on resuming."""
+    tiny(tmp_path, "--learning_rate", "0.01")
+    assert tiny(tmp_path, "--resume", "--max_iters", "13", "--min_lr", "0.005") == 0
+    with pytest.raises(UserError, match=r"^min_lr = 0\.05 is over learning_rate = 0\.01"):
+        tiny(tmp_path, "--resume", "--max_iters", "14", "--min_lr", "0.05")
 
 
 def test_a_changed_text_is_refused(tiny, mine, prepare_text, tale):
@@ -397,8 +406,11 @@ def test_two_half_batches_make_the_step_of_a_whole_one(tiny, tmp_path):
     )
     for name, weight in whole.items():
         torch.testing.assert_close(halves[name], weight, rtol=0, atol=1e-6)
-    start = Training.__new__(Training)  # not a comparison of two models that never moved
-    assert start is not None
+    tiny(tmp_path / "half", *common)  # one half alone gives others
+    assert not torch.allclose(
+        load_checkpoint(tmp_path / "half" / "last.pt")["model"]["head.weight"],
+        whole["head.weight"], rtol=0, atol=1e-6,
+    )  # fmt: skip
 
 
 def test_gradients_are_clipped(tiny, tmp_path, monkeypatch):
@@ -442,17 +454,22 @@ def test_evaluating_and_sampling_more_often_changes_no_training_loss(
 
 def test_evaluation_is_without_dropout_and_repeats(tiny, done, data_dir, tmp_path):
     """The validation loss in the checkpoint is that of its weights, computed once more."""
-    model, _, saved = load_model(done / "last.pt")
-    data = load_dataset(data_dir / "page")
-    total = count = 0
-    with torch.no_grad():
-        for inputs, targets in evaluation_batches(data.val, 32, 4, 8):
-            total += model(inputs, targets)[1].item() * targets.numel()
-            count += targets.numel()
-    assert saved["val_loss"] == pytest.approx(total / count, rel=1e-6)
+    _, _, saved = load_model(done / "last.pt")
+    assert saved["val_loss"] == pytest.approx(measured(done / "last.pt", data_dir), rel=1e-6)
     tiny(tmp_path, "--max_iters", "0", "--dropout", "0.9")
     row, plain = log(tmp_path)[0], log(done)[0]
     assert (row["train_loss"], row["val_loss"]) == (plain["train_loss"], plain["val_loss"])
+
+
+def measured(path, data_dir):
+    """The validation loss of a checkpoint's weights, computed once more."""
+    model, _, _ = load_model(path)
+    tokens = load_dataset(data_dir / "page").val
+    total = 0
+    with torch.no_grad():
+        for inputs, targets in evaluation_batches(tokens, model.config.block_size, 4):
+            total += model(inputs, targets)[1].item() * targets.numel()
+    return total / (len(tokens) - 1)
 
 
 # ------------------------------------------------------------------------- health
@@ -500,12 +517,9 @@ def test_best_is_the_lowest_and_last_is_the_last(overfitted):
     step, lowest = min(rows, key=lambda row: row[1])
     assert 0 < step < 200 and rows[-1][1] > lowest + 0.1
     for name, expected in (("best.pt", (step, lowest)), ("last.pt", rows[-1])):
-        model, _, saved = load_model(folder / name)
+        saved = load_checkpoint(folder / name)
         assert (saved["step"], saved["val_loss"]) == expected
-        batches = list(evaluation_batches(load_dataset(data / "page").val, 16, 4, 8))
-        assert len(batches) == 1
-        with torch.no_grad():
-            assert model(*batches[0])[1].item() == pytest.approx(expected[1], rel=1e-6)
+        assert measured(folder / name, data) == pytest.approx(expected[1], rel=1e-6)
 
 
 def test_patience_stops_early(tiny, overfitted, tmp_path, capsys):
@@ -666,12 +680,6 @@ def test_the_samples_begin_with_the_untrained_model(done):
     assert (done / "samples.txt").read_text("utf-8").startswith(f"--- step 0\n{text}\n")
 
 
-def test_the_untrained_loss_is_that_of_guessing(done):
-    """Within 0.25 of ln(V)."""
-    vocabulary = load_checkpoint(done / "last.pt")["model_config"]["vocab_size"]
-    assert float(log(done)[0]["val_loss"]) == pytest.approx(math.log(vocabulary), abs=0.25)
-
-
 # ------------------------------------------------------------------------- what it says
 
 
@@ -682,7 +690,7 @@ def test_the_first_and_last_lines(tiny, tmp_path, capsys):
     for told in (
         "28,969 parameters, batch_size 4, block_size 32, on ",
         "page: 1,220 characters to learn from, 280 to validate with, 41 different ones",
-        "12 updates of 128 characters, 0.7 passes; run folder",
+        "12 updates of 128 characters, 0.6 passes; run folder",
         "minutes to go",
         "loss over the whole validation split: ",
         f"the run is in {tmp_path}",
@@ -717,7 +725,8 @@ def test_without_matplotlib_there_is_a_note_and_no_picture(data_dir, tmp_path, m
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     places = ["--data_dir", str(data_dir), "--out_dir", str(tmp_path)]
     assert train.main([*TINY, *places, "--max_iters", "1"]) == 0
-    assert capsys.readouterr().out.count("matplotlib") == 2  # in one line
+    notes = [line for line in capsys.readouterr().out.splitlines() if "pip install" in line]
+    assert len(notes) == 1 and "matplotlib is not installed" in notes[0]
     assert not (tmp_path / "loss.png").exists() and (tmp_path / "last.pt").exists()
 
 
@@ -766,7 +775,8 @@ COUNTS = [  # the setting, what is otherwise the same, what is changed, and what
 
 def test_every_setting_has_a_line_in_the_table_above():
     """A new setting needs one, too."""
-    assert [name for name, *_ in COUNTS] == [f.name for f in dataclasses.fields(TrainSettings)]
+    fields = [field.name for field in dataclasses.fields(TrainSettings)]
+    assert sorted(name for name, *_ in COUNTS) == sorted(fields)
 
 
 @pytest.fixture
@@ -825,29 +835,27 @@ SENTENCE = "to be or not to be, that is the question. "
 def learn_the_sentence(tiny, prepare_text, folder, argv):
     """Trains on the sentence over and over; gives the last training loss and the greedy text."""
     data = prepare_text(SENTENCE * 50, "page")
+    argv = f"--dropout 0 --eval_interval 300 {argv}".split()
     with watched() as losses:
-        tiny(folder, "--data_dir", str(data), "--dropout", "0", *argv.split())
+        tiny(folder, "--data_dir", str(data), *argv)
     model, tokenizer, _ = load_model(folder / "last.pt")
-    text = write(model, tokenizer, "to be", 2 * len(SENTENCE), 1, Sampling(temperature=0))
-    return losses[-1], "to be" + text
+    return losses[-1], "to be" + write(model, tokenizer, "to be", 79, 1, Sampling(temperature=0))
 
 
 def test_it_learns_a_sentence(tiny, prepare_text, tmp_path):
-    """Of 29,000 numbers in two hundred updates: what follows is known, bar the first letters."""
-    argv = "--max_iters 200 --eval_interval 200 --batch_size 8 --learning_rate 0.01"
+    """29,000 numbers know it after 150 updates; a scale, mask or shift gone wrong shows here."""
+    argv = "--block_size 48 --batch_size 8 --learning_rate 0.01 --max_iters 150"
     loss, text = learn_the_sentence(tiny, prepare_text, tmp_path, argv)
-    assert loss < 0.15
-    assert text.startswith((SENTENCE * 2)[:84])
+    assert loss < 0.02
+    assert text.startswith(SENTENCE)
 
 
 @pytest.mark.slow
 def test_it_learns_a_sentence_by_heart(tiny, prepare_text, tmp_path):
-    """The size of model and run at which a correct one reaches a loss below 0.02."""
-    argv = (
-        "--n_embd 64 --n_head 4 --batch_size 32 --block_size 128 --learning_rate 0.003 "
-        "--max_iters 300 --eval_interval 300"
-    )
+    """And twice over, with the size and the length of run that the design names."""
+    argv = "--n_embd 64 --n_head 4 --batch_size 32 --block_size 128"
+    argv += " --learning_rate 0.003 --max_iters 300"
     loss, text = learn_the_sentence(tiny, prepare_text, tmp_path, argv)
     print(f"loss {loss:.4f}: {text}")
     assert loss < 0.02
-    assert text.startswith((SENTENCE * 2)[:84])
+    assert text == SENTENCE * 2
