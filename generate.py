@@ -55,6 +55,8 @@ def generate(
         full, and it grows until it is full again: the cost of a token stays flat.
     finished: rows to write no further; the caller may add to it between steps.
     """
+    if not all(prompts):
+        raise ValueError("an empty prompt; the model needs a token to go on from")
     texts, rows = [list(prompt) for prompt in prompts], list(range(len(prompts)))
     streams = [torch.Generator().manual_seed(seed) for seed in seeds]
     block_size = model.config.block_size
@@ -63,8 +65,9 @@ def generate(
     refill(model, cache, rows, [text[-block_size:] for text in texts])
     for _ in range(max_new_tokens):
         if any(row in finished for row in rows):
-            cache.keep([i for i, row in enumerate(rows) if row not in finished])
-            rows = [row for row in rows if row not in finished]
+            stay = [i for i, row in enumerate(rows) if row not in finished]
+            cache.keep(stay)
+            rows = [rows[i] for i in stay]
         if not rows:
             return
         logits = read(model, cache, [texts[row] for row in rows], kept)  # (B, V)

@@ -204,9 +204,8 @@ def ensure_dataset(
             raise
         message = (
             f"fairy_tales cannot be fetched. {error}. The tales that ship with the repository are "
-            "used instead. For the others, run `python prepare.py fairy_tales` where there is a "
-            "network, or save the two books and run "
-            "`python prepare.py fairy_tales --from GRIMM.txt ANDERSEN.txt`."
+            "used instead. To have the others, run `python prepare.py fairy_tales` where there is "
+            "a network, or `python prepare.py fairy_tales --from GRIMM.txt ANDERSEN.txt`."
         )
     return ensure_dataset("tales", data_dir, offline)[0], message
 
@@ -374,7 +373,7 @@ def fetch(book: Book, cache: Path, offline: bool) -> Path:
     if path.exists():
         return path
     if offline:
-        raise Unavailable(f"{book.title}: not in {cache}, and offline is set")
+        raise Unavailable(f"{book.title}: not in {cache}, and offline is set; --from takes a file")
     failures = []
     for address in book.addresses:
         for pause in PAUSES:
@@ -386,7 +385,7 @@ def fetch(book: Book, cache: Path, offline: bool) -> Path:
                 if not may_pass(error):
                     break
         failures.append(failure)
-    raise Unavailable(f"{book.title}: " + "; ".join(failures))
+    raise Unavailable(f"{book.title}: {'; '.join(failures)}; --from takes it from a file")
 
 
 def download(address: str, book: Book, path: Path) -> Path:

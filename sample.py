@@ -27,7 +27,6 @@ from model import Transformer
 from settings import UserError, resolve, run, setting
 from tokenizer import CharTokenizer
 
-
 ESCAPES = {"n": "\n", "t": "\t", "\\": "\\"}
 
 

@@ -365,6 +365,8 @@ def arguments(chosen: object) -> list[str]:
 
 def show(value: object) -> str:
     """A setting's value as one would write it on the command line."""
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or "none"
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 

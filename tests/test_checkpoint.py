@@ -500,40 +500,46 @@ def test_a_checkpoint_of_a_gpu_loads_on_the_cpu(tmp_path, monkeypatch):
 
 
 def start(folder, data_dir, *argv):
-    """A small training, in a process of its own; returns once the first update is near."""
-    options = "--max_iters 400 --eval_interval 2 --warmup_iters 50 --batch_size 12".split()
+    """A small training, in a process of its own; returns once it begins."""
+    options = "--max_iters 240 --eval_interval 2 --warmup_iters 50 --batch_size 12".split()
     places = ["--data_dir", str(data_dir), "--out_dir", str(folder)]
     setup = (
         "import sys, train; train.SAMPLE_LENGTH = 8; train.loss_curves = lambda *_: None; "
-        "print('ready', flush=True); sys.exit(train.main(sys.argv[1:]))"
+        "sys.exit(train.main(sys.argv[1:]))"
     )
-    command = [sys.executable, "-c", setup, *places, *argv]
+    command = [sys.executable, "-u", "-c", setup, *places, *argv]
     command += [] if "--resume" in argv else [*TINY, *options]
     process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE)
-    assert process.stdout.readline() == b"ready\n"
+    while b"run folder" not in process.stdout.readline():
+        assert process.poll() is None
     return process
+
+
+def finish(folder, data_dir, *argv):
+    """Trains on to the end; gives the checkpoint, and how long that took."""
+    process, began = start(folder, data_dir, *argv), time.perf_counter()
+    process.communicate()
+    assert process.returncode == 0
+    return load_checkpoint(folder / "last.pt"), time.perf_counter() - began
 
 
 @pytest.mark.slow
 def test_twenty_kills(tmp_path, data_dir):
     """kill -9 at random moments: each time both checkpoints load; in the end it is the same run."""
-    folder, kills = tmp_path / "killed", random.Random(4)
+    folder, moments = tmp_path / "killed", random.Random(4)
+    straight, seconds = finish(tmp_path / "straight", data_dir)
     for kill in range(1, 21):
         there = (folder / "last.pt").exists()
         process = start(folder, data_dir, *["--resume"] * there)
-        time.sleep(kills.uniform(0.2, 1.0))
+        time.sleep(moments.uniform(0, seconds / 15))
         process.kill()
         assert process.wait() == -signal.SIGKILL, "the run was over before the kill"
         process.stdout.close()
         half = [path.name for path in folder.glob(".*.tmp")]
         steps = {path.name: load_model(path)[2]["step"] for path in sorted(folder.glob("*.pt"))}
         print(f"kill {kill}: {steps}, half-written: {', '.join(half) or 'nothing'}")
-    for path, argv in ((folder, ["--resume"]), (tmp_path / "straight", [])):
-        process = start(path, data_dir, *argv)
-        process.communicate()
-        assert process.returncode == 0
-    killed, straight = (load_checkpoint(p / "last.pt") for p in (folder, tmp_path / "straight"))
-    assert killed["step"] == straight["step"] == 400
+    killed, _ = finish(folder, data_dir, "--resume")
+    assert killed["step"] == straight["step"] == 240
     for name, weight in straight["model"].items():
         assert torch.equal(killed["model"][name], weight), name
     losses = [[row["val_loss"] for row in run["history"]] for run in (killed, straight)]

@@ -189,7 +189,7 @@ def test_greedy_in_four_ways(sampling):
 
 def test_greedy_among_equals_takes_the_first():
     logits = logits_of([0.1, 0.3, 0.3, 0.3])
-    assert drawn(logits, temperature=0) == drawn(logits, 20, top_k=1).keys() | {1: 1} == {1: 1}
+    assert drawn(logits, temperature=0) == drawn(logits, top_k=1) == {1: 1}
 
 
 def test_greedy_takes_nothing_from_the_stream():
@@ -216,42 +216,26 @@ def test_the_order_of_the_filters():
 # ------------------------------------------------------------------------------------ generation
 
 
-def plain_loop(model, prompt, seed, count, sampling, context):
-    """The obvious way: reads `context(length, prompt length)` last tokens anew for each token."""
-    text, [stream] = list(prompt), streams(seed)
+def plain_loop(model, prompt, seed, count, sampling, kept):
+    """Reads the context anew for each token; it grows to block_size, then `kept` of it are left."""
+    text, [stream], block_size = list(prompt), streams(seed), model.config.block_size
+    length = min(len(text), block_size)
     for _ in range(count):
-        logits, _ = model(torch.tensor([text[-context(len(text), len(prompt)) :]]))
-        seen = [text[-model.config.block_size :]]
-        text += draw(logits[:, -1].double(), seen, sampling, [stream]).tolist()
+        logits, _ = model(torch.tensor([text[-length:]]))
+        text += draw(logits[:, -1].double(), [text[-block_size:]], sampling, [stream]).tolist()
+        length = length + 1 if length < block_size else kept
     return text[len(prompt) :]
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 8])
 @pytest.mark.parametrize("sampling", [GREEDY, PLAIN, WILD])
 @pytest.mark.parametrize("prompt", [[3], [1, 2, 3, 4, 5], list(range(11)) * 2])
-def test_exact_is_recomputing(block_size, sampling, prompt):
-    """The tutorial's way, token for token, far past the context; also from a long prompt."""
+def test_against_a_plain_loop(block_size, sampling, prompt):
+    """Token for token far past the context: exact as the tutorial does it, default from half."""
     model = make(block_size)
-    expected = plain_loop(model, prompt, 5, 40, sampling, lambda *_: block_size)
-    assert tokens_of(generate(model, [prompt], [5], 40, sampling, exact=True)) == [expected]
-
-
-@pytest.mark.parametrize("block_size", [1, 2, 3, 8])
-@pytest.mark.parametrize("sampling", [GREEDY, PLAIN, WILD])
-@pytest.mark.parametrize("prompt", [[3], [1, 2, 3, 4, 5], list(range(11)) * 2])
-def test_default_grows_from_half_to_full(block_size, sampling, prompt):
-    """The context grows to block_size, falls to half of it, and grows again."""
-    model, half = make(block_size), max(1, block_size // 2)
-
-    def context(length, start):
-        over = length - max(start, block_size)
-        return length if over < 0 else half + (over - 1) % (block_size - half + 1)
-
-    def first_full(length, start):
-        return block_size if length == max(start, block_size) else context(length, start)
-
-    expected = plain_loop(model, prompt, 5, 40, sampling, first_full)
-    assert tokens_of(generate(model, [prompt], [5], 40, sampling)) == [expected]
+    for exact, kept in ((True, block_size), (False, max(1, block_size // 2))):
+        expected = plain_loop(model, prompt, 5, 40, sampling, kept)
+        assert tokens_of(generate(model, [prompt], [5], 40, sampling, exact)) == [expected]
 
 
 @pytest.mark.parametrize("options", [{}, {"position": "rope"}, {"position": "sinusoidal"}])
@@ -339,7 +323,6 @@ def test_a_training_model_is_left_as_it_was():
 
 def test_nothing_to_write():
     model = make()
-    assert list(generate(model, [], [], 5, PLAIN)) == []
     assert list(generate(model, [[1]], [1], 0, PLAIN)) == []
     assert list(generate(model, [[1]], [1], 5, PLAIN, finished={0})) == []
     with pytest.raises(ValueError, match="empty"):

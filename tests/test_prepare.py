@@ -29,13 +29,14 @@ STORY = "".join(f"Line {i} of a tale about a fox, a well and a lantern.\n" for i
 
 @pytest.fixture(autouse=True)
 def root(tmp_path, monkeypatch):
-    """A repository of its own for each test, with two tales and without a proxy."""
+    """A repository of its own for each test, with two tales; no proxy, no waiting for the disk."""
     tales = tmp_path / "root" / "data" / "tales"
     tales.mkdir(parents=True)
     (tales / "b.txt").write_text("The Bee\n\n" + STORY, "utf-8")
     (tales / "a.txt").write_text("The Ant\n\n" + STORY, "utf-8")
     monkeypatch.setattr(settings, "ROOT", tmp_path / "root")
     monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr(os, "fsync", lambda file: None)
     return tmp_path / "root"
 
 
@@ -234,17 +235,18 @@ def test_all_unusable_files_are_told_at_once_and_nothing_is_written(tmp_path):
 def test_files_are_joined_in_the_order_given_folders_by_name(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
-    for name, text in {"2.txt": "two\n\n\n", "10.TXT": "\nten", "note.md": "no"}.items():
-        (folder / name).write_text(text, "utf-8")
-    (tmp_path / "first.text").write_text("first", "utf-8")
-    text = (str(tmp_path / "first.text"), str(folder))
+    names = [f"{i}.{'TXT' if i % 2 else 'txt'}" for i in range(30)]
+    for name in reversed(names):
+        (folder / name).write_text(f"\n{name}\n\n\n", "utf-8")
+    (folder / "note.md").write_text("no", "utf-8")
+    (tmp_path / "z.text").write_text("first", "utf-8")
+    text = (str(tmp_path / "z.text"), str(folder))
     data_dir = str(tmp_path / "data")
     made = prepare.prepare(
         PrepareSettings(text=text, name="x", data_dir=data_dir, split="position")
     )
-    assert text_of(made) == "first\n\n\nten\n\ntwo\n\n\n"
-    names = [source["name"] for source in stored(made)[1]["sources"]]
-    assert names == ["first.text", "10.TXT", "2.txt"]
+    assert text_of(made) == "first\n\n\n" + "\n\n\n".join(sorted(names)) + "\n\n\n"
+    assert [source["name"] for source in stored(made)[1]["sources"]] == ["z.text", *sorted(names)]
 
 
 def test_meta_tells_of_each_source(tmp_path):
@@ -295,6 +297,7 @@ BOOK = "TALES\n\n  Once there was a fox.\n\nProduced by hand, it ended.\n"
         BOOK + CLOSING + END + TERMS + FULL,
         BOOK + FULL,
         BOOK + CLOSING + FULL,
+        BOOK + CLOSING + "\nThis file should be named tales.txt\n\n" + END,
         BOOK + "THE FULL PROJECT GUTENBERG™ LICENSE\n" + TERMS,
         BOOK + "\n\n" + CLOSING.strip(),
     ],
@@ -309,6 +312,10 @@ def test_what_is_gutenbergs_is_cut_in_every_form(text):
 def test_text_without_markers_is_untouched():
     for text in ("\n\n" + BOOK + "\n\n\n", BOOK + "The End of the tale of Gutenberg\n\n", ""):
         assert strip_gutenberg(text) == ([text], [])
+
+
+def test_credits_are_cut_only_behind_a_header():
+    assert strip_gutenberg("Prepared by a cook.\n" + CLOSING)[0] == ["Prepared by a cook.\n"]
 
 
 def test_several_books_in_one_file_are_all_kept():
@@ -376,6 +383,14 @@ def test_books_from_files_are_checked(texts, tmp_path):
     assert len(str(error.value).splitlines()) == 2
     with pytest.raises(UserError, match="not tiny Shakespeare"):
         prepare.prepare(PrepareSettings(source="shakespeare", from_=(books[0],)))
+    text = (texts / "tinyshakespeare.txt").read_text("utf-8")
+    (tmp_path / "changed.txt").write_text(
+        text.replace("hear me speak", "hear me Speak", 1), "utf-8"
+    )
+    with pytest.raises(UserError, match="1,115,394 characters differ"):
+        prepare.prepare(
+            PrepareSettings(source="shakespeare", from_=(str(tmp_path / "changed.txt"),))
+        )
 
 
 # ------------------------------------------------------------------------------- once and again
