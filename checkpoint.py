@@ -1,6 +1,7 @@
 """Runs on the disk: files written whole or not at all, checkpoints loaded without running code."""
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,7 +81,10 @@ def clear(folder: Path) -> None:
 def save_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
     """Writes a dict of tensors and plain values, with the format's number added."""
     with replacing(path) as file:
-        torch.save({"format": FORMAT, **checkpoint}, file)
+        try:
+            torch.save({"format": FORMAT, **checkpoint}, file)
+        except RuntimeError as error:  # torch's writer hides what the file said
+            raise OSError(errno.ENOSPC, "could not be written; is the disk full?") from error
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
@@ -106,8 +110,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 def other(path: Path) -> str:
     """The hint that names the run's other checkpoint, if there is one."""
-    twin = path.with_name({"last.pt": "best.pt", "best.pt": "last.pt"}.get(path.name, ""))
-    return f"; {twin} may still be good" if twin != path.parent and twin.is_file() else ""
+    twin = path.with_name({"last.pt": "best.pt", "best.pt": "last.pt"}.get(path.name, path.name))
+    return f"; {twin} may still be good" if twin != path and twin.is_file() else ""
 
 
 def load_model(
@@ -124,9 +128,12 @@ def build_model(checkpoint: dict[str, Any], path: Path) -> tuple[Transformer, Ch
     try:
         model = Transformer(ModelConfig(**checkpoint["model_config"]))
         tokenizer = load_tokenizer(checkpoint["tokenizer"])
-    except (TypeError, ValueError, LookupError) as error:
+        differing = differences(model.state_dict(), checkpoint["model"])
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
         raise UserError(f"{path}: its model is none of this version's: {error}") from error
-    if differing := differences(model.state_dict(), checkpoint["model"]):
+    if tokenizer.vocab_size != model.config.vocab_size:
+        differing = [f"its tokenizer knows {tokenizer.vocab_size} characters, not as many"]
+    if differing:
         raise UserError(f"{path}: its weights are not those of its config: {'; '.join(differing)}")
     model.load_state_dict(checkpoint["model"])
     return model, tokenizer

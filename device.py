@@ -64,7 +64,7 @@ def compiled(model: nn.Module, example: torch.Tensor) -> nn.Module:
         with torch.random.fork_rng():  # the trial's dropout must not move the run's random stream
             fast(example, example)[1].backward()
     except Exception as error:  # whatever a compiler may raise, the uncompiled model still works
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         warnings.warn(f"compile: going on without, since it failed: {reason}", stacklevel=2)
         return model
     finally:
