@@ -128,7 +128,7 @@ class MultiHeadAttention(nn.Module):
         self.config = config
         self.query_key_value = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
         self.projection = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(
         self,
@@ -144,12 +144,15 @@ class MultiHeadAttention(nn.Module):
         q, k = meet(q, self.config.qk_norm, rotation), meet(k, self.config.qk_norm, rotation)
         if cache is not None:
             k, v = cache.append(layer, k, v)  # (B, H, S, D)
-        y = F.scaled_dot_product_attention(
-            q, k, v,
-            attn_mask=None if cache is None else cache.mask,
-            is_causal=cache is None,
-            dropout_p=self.dropout.p if self.training else 0.0,
-        )  # (B, H, T, D)  # fmt: skip
+        if self.dropout.by_hand(x):
+            y = self.dropout(causal_weights(q, k)) @ v  # (B, H, T, D)
+        else:
+            y = F.scaled_dot_product_attention(
+                q, k, v,
+                attn_mask=None if cache is None else cache.mask,
+                is_causal=cache is None,
+                dropout_p=self.dropout.p if self.training else 0.0,
+            )  # (B, H, T, D)  # fmt: skip
         y = y.transpose(1, 2).reshape(B, T, C)
         return self.dropout(self.projection(y))
 
@@ -167,15 +170,13 @@ class Head(nn.Module):
         super().__init__()
         self.query, self.key, self.value = weight  # (D, C) each
         self.qk_norm = config.qk_norm
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def weights(self, x: Tensor, rotation: Tensor | None = None) -> Tensor:
         """How much each position (row) attends to each (column): x (B, T, C) to (B, T, T)."""
         q = meet(x @ self.query.T, self.qk_norm, rotation)  # (B, T, D)
         k = meet(x @ self.key.T, self.qk_norm, rotation)  # (B, T, D)
-        scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B, T, T)
-        future = torch.ones_like(scores, dtype=torch.bool).triu(1)
-        return F.softmax(scores.masked_fill(future, -math.inf), dim=-1)
+        return causal_weights(q, k)
 
     def forward(self, x: Tensor, rotation: Tensor | None = None) -> Tensor:
         """x (B, T, C) to what the head gathers, (B, T, D)."""
@@ -189,15 +190,40 @@ class FeedForward(nn.Module):
         super().__init__()
         gated = config.feed_forward == "swiglu"
         # A gate is a third matrix; two thirds of the width keep the parameters at 8 C^2.
-        hidden = 8 * round(config.n_embd / 3) if gated else 4 * config.n_embd
+        hidden = max(8, 8 * round(config.n_embd / 3)) if gated else 4 * config.n_embd
         self.widen = nn.Linear(config.n_embd, 2 * hidden if gated else hidden, bias=config.bias)
         self.bend = ACTIVATIONS[config.feed_forward]
         self.projection = nn.Linear(hidden, config.n_embd, bias=config.bias)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, T, C) to the same shape."""
         return self.dropout(self.projection(self.bend(self.widen(x))))
+
+
+class Dropout(nn.Module):
+    """Zeroes a share p of x in training, and scales the rest so that its mean stays.
+
+    nn.Dropout, but for the CPU, where drawing a number for each element takes a quarter of a
+    training step: there one 64-bit draw decides over four elements, with p to the nearest 2^-16.
+    """
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def by_hand(self, x: Tensor) -> bool:
+        """Whether the masks are to be made here rather than by torch."""
+        return self.training and self.p > 0 and x.device.type == "cpu"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x of any shape to the same shape."""
+        if not self.by_hand(x):
+            return F.dropout(x, self.p, self.training)
+        draws = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
+        levels = draws.view(torch.int16)[: x.numel()].view(x.shape)  # -2^15 to 2^15 - 1
+        dropped = round(self.p * 2**16)
+        return x * (levels >= dropped - 2**15).to(x.dtype).mul_(2**16 / (2**16 - dropped))
 
 
 class KVCache:
@@ -345,6 +371,13 @@ def meet(x: Tensor, qk_norm: bool, rotation: Tensor | None) -> Tensor:
         cos, sin = cos[:, None], sin[:, None]  # (B, 1, T, D / 2)
     left, right = x.chunk(2, dim=-1)  # (..., T, D / 2) each
     return torch.cat((left * cos - right * sin, left * sin + right * cos), -1).type_as(x)
+
+
+def causal_weights(q: Tensor, k: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(D) + mask), (..., T, T): how much each position attends to each."""
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (..., T, T)
+    future = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
+    return F.softmax(scores.masked_fill(future, -math.inf), dim=-1)
 
 
 def relu_squared(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ usage: python plots.py loss out/a out/b ...                     losses and learn
        python plots.py report out/a                             a page of all this
 
 Without a run's folder the newest under out/ is taken; the picture goes to the run's folder, or to
---out FILE, whose ending (.png or .svg) is its format.
+--out FILE, whose ending is its format: .png or .svg, and .html for the last two.
 """
 
 import itertools
@@ -43,13 +43,16 @@ VISIBLE = {" ": "␣", "\n": "↵", "\t": "⇥"}
 class PictureSettings:
     """Which picture"""
 
+    endings = (".png", ".svg")
+
     run: str | None = setting(None, "a run's folder; none: the newest under out/")
-    out: str | None = setting(None, "the picture's file, .png or .svg; none: in the run's folder")
+    out: str | None = setting(None, "the file to write; none: one in the run's folder")
 
     def conflicts(self) -> Iterator[tuple[set[str], str]]:
         """A format that is not offered."""
-        if self.out and Path(self.out).suffix not in (".png", ".svg"):
-            yield {"out"}, f"out = {self.out!r}: expected a name that ends in .png or .svg"
+        if self.out and Path(self.out).suffix not in self.endings:
+            endings = " or ".join(self.endings)
+            yield {"out"}, f"out = {self.out!r}: expected a name that ends in {endings}"
 
     def folder(self) -> Path:
         """The run's folder."""
@@ -65,7 +68,7 @@ class LossSettings(PictureSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionSettings(PictureSettings):
+class TextSettings(PictureSettings):
     """Which picture"""
 
     text: str | None = setting(None, "what the model reads; none: what the run wrote last")
@@ -77,10 +80,10 @@ def main(argv: list[str]) -> None:
 
     commands = {
         "loss": (LossSettings, draw_loss),
-        "attention": (AttentionSettings, draw_attention),
+        "attention": (TextSettings, draw_attention),
         "embeddings": (PictureSettings, draw_embeddings),
-        "next": (report.NextSettings, report.write_next),
-        "report": (report.ReportSettings, report.write_report),
+        "next": (report.PageSettings, report.write_next),
+        "report": (report.PageSettings, report.write_report),
     }
     name, *rest = argv or [""]
     if name in ("-h", "--help"):
@@ -110,7 +113,7 @@ def draw_loss(chosen: LossSettings) -> Path:
     return path
 
 
-def draw_attention(chosen: AttentionSettings) -> Path:
+def draw_attention(chosen: TextSettings) -> Path:
     """The attention maps of a run's best model, on a text."""
     folder = chosen.folder()
     model, tokenizer, checkpoint = load_model(folder / "best.pt")
@@ -264,16 +267,18 @@ def attention_maps(weights: Tensor, text: str, path: Path, title: str) -> None:
     weights: (n_layer, n_head, T, T), as `attention_weights` gives them; T characters of text.
     """
     layers, heads, T, _ = weights.shape
-    side = 0.6 + max(1.5, 0.09 * T)  # inches: room for a letter of 6 points in each row
+    side = 0.6 + max(1.5, 0.12 * T)  # inches: room for a letter of 8 points in each row
     figure = new_figure(side * heads + 1.2, side * layers + 0.8)
-    figure.suptitle(f"{title}: each row is a character, and shows which ones it looks at")
+    figure.suptitle(
+        f"{title}: each row is a character, and shows which ones it looks at", parse_math=False
+    )
     grid = figure.subplots(layers, heads, squeeze=False)
     for layer, head in itertools.product(range(layers), range(heads)):
         image = draw_map(grid[layer, head], weights[layer, head], text)
         grid[layer, head].set_title(f"layer {layer + 1}, head {head + 1}", fontsize=9)
     label = "attention weight; grey: the future, which is hidden"
     bar = figure.colorbar(
-        image, ax=grid, label=label, shrink=min(1, 6 / (side * layers)), aspect=40
+        image, ax=grid, label=label, shrink=min(1, 6 / (side * layers)), aspect=40, pad=0.01
     )
     bar.set_ticks([0, 0.05, 0.2, 0.5, 1])
     save(figure, path)
@@ -289,9 +294,8 @@ def draw_map(axes: typing.Any, weights: Tensor, text: str) -> typing.Any:
         weights.masked_fill(future, math.nan).numpy(), cmap="viridis", norm=PowerNorm(0.5, 0, 1)
     )  # the root, so that a weight of 0.05 is seen
     labels = [visible(character) for character in text]
-    size = 9 if len(text) <= 20 else 6
-    axes.set_xticks(range(len(text)), labels, fontsize=size, family="monospace")
-    axes.set_yticks(range(len(text)), labels, fontsize=size, family="monospace")
+    axes.set_xticks(range(len(text)), labels, fontsize=8, family="monospace", parse_math=False)
+    axes.set_yticks(range(len(text)), labels, fontsize=8, family="monospace", parse_math=False)
     axes.tick_params(length=0, pad=1)
     return image
 
@@ -304,7 +308,7 @@ def embedding_map(model: Transformer, tokenizer: CharTokenizer, path: Path, titl
     """Draws the characters' embeddings in a plane, and how alike those of the positions are."""
     has_positions = model.position_embedding is not None  # rope has none
     figure = new_figure(15 if has_positions else 8, 7.5)
-    figure.suptitle(title)
+    figure.suptitle(title, parse_math=False)
     axes = figure.subplots(1, 1 + has_positions, squeeze=False)[0]
     draw_characters(axes[0], model.token_embedding.weight, tokenizer)
     if has_positions:

@@ -12,76 +12,25 @@ it is; with others it is refused, because a run may have been trained on it, unt
 
 import difflib
 import hashlib
-import http.client
 import json
 import os
 import re
 import tempfile
-import time
-import urllib.error
-import urllib.request
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 from tqdm import tqdm
 
 import settings
 from settings import UserError, resolve, run, setting
+from sources import SOURCES, Book, Source, Unavailable, fetch, read_text
 from tokenizer import CharTokenizer
 
-FORMAT = 1  # of the folder; batches.py reads it
-ARRAYS = ("train.npy", "val.npy", "train_paragraphs.npy", "val_paragraphs.npy")
-BLOCK = 1 << 20  # characters, or bytes, taken at a time
-TIMEOUT = 10  # seconds without a byte from a server
-PAUSES = (0, 1, 4)  # seconds before each try of an address
-
-
-@dataclass(frozen=True)
-class Book:
-    """A text that can be fetched: where from, and how to tell it from a login page."""
-
-    file: str  # its name in data/cache/
-    title: str
-    characters: int  # about; editions differ
-    words: str  # that stand in it, in lower case
-    addresses: tuple[str, ...]
-    sha256: str = ""  # of the cleaned text, where just one edition will do
-
-
-@dataclass(frozen=True)
-class Source:
-    """A text that is known by name; without books it ships with the repository."""
-
-    title: str
-    books: tuple[Book, ...] = ()
-
-
-GRIMM = Book(
-    "grimm.txt", "Grimms' Fairy Tales (Gutenberg #2591)", 520_000, "hans in luck",
-    ("https://www.gutenberg.org/cache/epub/2591/pg2591.txt",
-     "https://gutenberg.pglaf.org/cache/epub/2591/pg2591.txt"),
-)  # fmt: skip
-ANDERSEN = Book(
-    "andersen.txt", "Fairy Tales of Hans Christian Andersen (Gutenberg #27200)", 1_996_000,
-    "ugly duckling",
-    ("https://www.gutenberg.org/cache/epub/27200/pg27200.txt",
-     "https://gutenberg.pglaf.org/cache/epub/27200/pg27200.txt"),
-)  # fmt: skip
-SHAKESPEARE = Book(
-    "shakespeare.txt", "tiny Shakespeare", 1_115_394, "first citizen",
-    ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
-     "https://storage.googleapis.com/download.tensorflow.org/data/shakespeare.txt"),
-    "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
-)  # fmt: skip
-SOURCES = {
-    "tales": Source("fairy tales written for this repository"),
-    "fairy_tales": Source("the tales of the Brothers Grimm and of Andersen", (GRIMM, ANDERSEN)),
-    "shakespeare": Source("scenes of Shakespeare, as used by char-rnn and nanoGPT", (SHAKESPEARE,)),
-}
+FORMAT = 1  # of the folder
+ARRAYS = ("train", "val", "train_paragraphs", "val_paragraphs")
+BLOCK = 1 << 20  # characters that become ids at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,11 +56,16 @@ class PrepareSettings:
 
     def conflicts(self) -> Iterator[tuple[set[str], str]]:
         """Every rule that is broken, with the names of the settings it is about."""
-        if self.source not in SOURCES:
+        source = SOURCES.get(self.source)
+        if not source:
             hint = f"{nearest(self.source, SOURCES)}; your own goes as --text FILE --name NAME"
             yield {"source"}, f"source = {self.source!r}: no text is known by that name{hint}"
         elif self.text and self.source != "tales":
             yield {"source", "text"}, "source and text exclude each other; give one"
+        elif self.from_ and len(self.from_) != len(source.books):
+            titles = ", ".join(book.title for book in source.books)
+            wanted = f"{len(source.books)} files" + f": {titles}" * bool(titles)
+            yield {"from", "source"}, f"from: expected {wanted}; {len(self.from_)} given"
         if self.text and not self.name:
             yield {"text", "name"}, "name = none: a text of your own needs one; add --name NAME"
         if self.name is not None:
@@ -119,10 +73,6 @@ class PrepareSettings:
             if not re.fullmatch(r"\w[\w.-]*", self.name) or self.name in taken:
                 rule = "expected letters, digits and _ . -, and not the name of a source or cache"
                 yield {"name", "source", "text"}, f"name = {self.name!r}: {rule}"
-        books = SOURCES.get(self.source, Source("")).books if not self.text else ()
-        if self.from_ and len(self.from_) != len(books):
-            wanted = f"{len(books)} files" + ": " * bool(books) + ", ".join(b.title for b in books)
-            yield {"from", "source"}, f"from: expected {wanted}; {len(self.from_)} given"
         try:
             "".encode(self.encoding)
         except (LookupError, ValueError):
@@ -133,10 +83,6 @@ class PrepareSettings:
         """What the result depends on besides the text."""
         names = ("encoding", "split", "val_fraction", "min_words", "seed")
         return {name: getattr(self, name) for name in names}
-
-
-class Unavailable(UserError):
-    """A text that is not on this machine and could not be fetched."""
 
 
 def main(argv: list[str]) -> None:
@@ -165,10 +111,10 @@ def prepare(chosen: PrepareSettings) -> Path:
     if not chosen.overwrite and is_prepared(folder, meta):
         print(f"{folder}: prepared already from the same text and settings; left as it is")
         return folder
+    starts = paragraph_starts(text, chosen.min_words)
     tokenizer, ids = encode(text)
     del text  # as large as the ids, and no longer needed
-    starts = paragraph_starts(ids, tokenizer, chosen.min_words)
-    meta |= {"split": chosen.split if len(starts) > 2 else "position"}
+    meta["split"] = chosen.split if len(starts) > 2 else "position"
     starts, orders = split(starts, meta["split"], chosen.val_fraction, chosen.seed)
     meta |= {"tokenizer": tokenizer.state(), "counts": count(starts, orders, tokenizer)}
     try:
@@ -210,7 +156,7 @@ def ensure_dataset(
     return ensure_dataset("tales", data_dir, offline)[0], message
 
 
-# ------------------------------------------------------------------------------- the texts
+# ------------------------------------------------------------------------------- files to text
 
 
 def read_sources(chosen: PrepareSettings) -> tuple[str, list[dict]]:
@@ -222,9 +168,7 @@ def read_sources(chosen: PrepareSettings) -> tuple[str, list[dict]]:
     texts, records = [], []
     for path, book in find_files(chosen, problems):
         try:
-            text, record = read_text(path, chosen.encoding)
-            if book:
-                check_book(text, book)
+            text, record = read_text(path, chosen.encoding, book)
             texts.append(text)
             records.append(record)
         except (OSError, ValueError) as error:
@@ -240,7 +184,7 @@ def find_files(chosen: PrepareSettings, problems: list[str]) -> list[tuple[Path,
     books = SOURCES[chosen.source].books
     if chosen.from_:
         return list(zip(map(Path, chosen.from_), books, strict=True))
-    if not chosen.text and books:
+    if books:
         cache = data_folder(chosen.data_dir) / "cache"
         return [(fetch(book, cache, chosen.offline), book) for book in books]
     files = []
@@ -253,253 +197,45 @@ def find_files(chosen: PrepareSettings, problems: list[str]) -> list[tuple[Path,
     return files
 
 
-def read_text(path: Path, encoding: str) -> tuple[str, dict]:
-    """The text of a file, cleaned, and what meta.json tells of it. Raises OSError or ValueError."""
-    data = path.read_bytes()
-    record = {"name": path.name, "sha256": hashlib.sha256(data).hexdigest()}
-    text = decode(data, encoding)
-    del data  # a text may be a gigabyte: two copies at a time, and no more
-    text = text.removeprefix("\ufeff")
-    text = text.replace("\r\n", "\n")
-    text = text.replace("\r", "\n")
-    parts, cut = strip_gutenberg(text)
-    del text
-    text = "\n".join(parts)
-    if not text or text.isspace():
-        left = f" once {', '.join(cut)} are cut" if cut else ""
-        raise ValueError(f"nothing but blanks in it{left}")
-    return text, record | {"characters": len(text), "cut": cut}
-
-
-def decode(data: bytes, encoding: str) -> str:
-    """data as text. Raises ValueError that names the first byte that is none."""
-    try:
-        text = data.decode(encoding)
-    except UnicodeError as error:
-        at = getattr(error, "start", 0)
-        marked = data.startswith((b"\xff\xfe", b"\xfe\xff"))
-        other = "utf-16" if marked else "cp1252 (Western Europe) or gbk (Chinese)"
-        raise ValueError(
-            f"byte {at} ({data[at : at + 1].hex()}) is not {encoding}; if this is a text, "
-            f"say how it is encoded, such as --encoding {other}"
-        ) from None
-    if "\0" in text:
-        where = f"a zero at character {text.index(chr(0))}"
-        raise ValueError(f"{where}: not a text, or one that needs --encoding utf-16-le")
-    return text
-
-
-# A line that ends a header or begins a licence, or the sentence that closes a book.
-MARKERS = re.compile(
-    r"^ *(?:"
-    r"(?P<header>\*+ *START OF (?:\w+ ){0,2}PROJECT GUTENBERG"
-    r"(?:(?:[^*\n]|\n(?!\n)){0,300}\*{2,}.*|.*)"  # a long title runs on to the next line
-    r"|\*+ *END\** ?THE SMALL PRINT.*)"  # the end of a header until about 2002
-    r"|(?P<licence>\*+ *END OF (?:\w+ ){0,2}PROJECT GUTENBERG.*"
-    r"|\*+ *START: FULL LICENSE.*|THE FULL PROJECT GUTENBERG\S{0,3} LICENSE.*)"
-    r"|(?P<closing>(?:The )?(?:End|Ende|Fin)\b.{0,20}\bProje[ck]t Gutenberg.*(?:\n(?!\*)\S.*){0,3})"
-    r")\n?",
-    re.MULTILINE | re.IGNORECASE,
-)
-# Who made the file, where that is the first thing after the header.
-CREDITS = re.compile(
-    r"\s*(?:(?:This )?e-?(?:text|book) (?:was )?)?(?:produced|prepared|transcribed) .{0,60}?by "
-    r".*(?:\n.+)*",
-    re.IGNORECASE,
-)
-
-
-def strip_gutenberg(text: str) -> tuple[list[str], list[str]]:
-    """The parts of text that are book, and how much was cut that is Project Gutenberg's.
-
-    Not book is what comes before the end of a header, what comes after the beginning of a
-    licence, and what lies between a closing sentence and a licence. There may be several books,
-    and any of the markers may be missing; a text without them is returned as it is.
-    """
-    known = "Gutenberg" in text or "GUTENBERG" in text  # quick, where a pattern is slow
-    markers = list(MARKERS.finditer(text)) if known else []
-    if not markers:
-        return [text], []
-    parts: list[str] = []
-    cut: Counter[str] = Counter()
-    last, at = "", 0  # the kind of the marker before, and where that ended
-    for marker in [*markers, None]:
-        kind = marker.lastgroup if marker else "end"
-        start, end = marker.span() if marker else (len(text), len(text))
-        if last == "header" and (credits := CREDITS.match(text, at)):
-            cut["credits"] += credits.end() - at
-            at = credits.end()
-        if kind == "header" or last == "licence" or (last, kind) == ("closing", "licence"):
-            cut["header" if kind == "header" else "licence"] += start - at
-        else:
-            parts.append(without_blank_ends(text, at, start))
-        cut[kind] += end - start
-        last, at = kind, end
-    notes = [f"{size:,} characters of {kind}" for kind, size in cut.items() if size]
-    return [part for part in parts if part], notes
-
-
-def without_blank_ends(text: str, start: int, end: int) -> str:
-    """text[start:end] without its first and last empty lines."""
-    while start < end and text[start] == "\n":
-        start += 1
-    while start < end and text[end - 1] == "\n":
-        end -= 1
-    return text[start : end + 1] if start < end else ""  # with the newline that ends its last line
-
-
-def check_book(text: str, book: Book) -> None:
-    """Raises ValueError if text is not that book, or not all of it."""
-    if re.match(r"\s*<(?:!doctype|html|\?xml)", text, re.IGNORECASE):
-        raise ValueError(f"a page of HTML, not {book.title}")
-    if book.words not in text.lower():
-        raise ValueError(f"not {book.title}: the words {book.words!r} are not in it")
-    if len(text) < 0.8 * book.characters:
-        found = f"{len(text):,} characters of about {book.characters:,}"
-        raise ValueError(f"not the whole of {book.title}: {found}")
-    if book.sha256 and hashlib.sha256(text.encode()).hexdigest() != book.sha256:
-        raise ValueError(f"not {book.title} as expected: its {len(text):,} characters differ")
-
-
-# ------------------------------------------------------------------------------- downloads
-
-
-def fetch(book: Book, cache: Path, offline: bool) -> Path:
-    """The book's file in the cache, downloaded if it is not there yet. Raises Unavailable.
-
-    urllib will do: one file at a time, and no package to install.
-    """
-    path = cache / book.file
-    if path.exists():
-        return path
-    if offline:
-        raise Unavailable(f"{book.title}: not in {cache}, and offline is set; --from takes a file")
-    failures = []
-    for address in book.addresses:
-        for pause in PAUSES:
-            time.sleep(pause)
-            try:
-                return download(address, book, path)
-            except (OSError, http.client.HTTPException, ValueError) as error:
-                failure = f"{address}: {reason(error)}"
-                if not may_pass(error):
-                    break
-        failures.append(failure)
-    raise Unavailable(f"{book.title}: {'; '.join(failures)}; --from takes it from a file")
-
-
-def download(address: str, book: Book, path: Path) -> Path:
-    """Fetches the address into path, which appears only if it is the whole book."""
-    request = urllib.request.Request(address, headers={"User-Agent": "fairy-tale-gpt"})
-    with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
-            temporary = Path(folder) / path.name
-            receive(response, temporary, book.title)
-            check_book(read_text(temporary, "utf-8")[0], book)
-            os.replace(temporary, path)
-    return path
-
-
-def receive(response: http.client.HTTPResponse, path: Path, title: str) -> None:
-    """Writes what a server sends to path. Raises ConnectionError if it is less than announced."""
-    size = response.length  # None where the server does not say; it shrinks as bytes come in
-    with (
-        path.open("wb") as file,
-        tqdm(total=size, desc=title, unit="B", unit_scale=True, delay=1) as bar,
-    ):
-        while block := response.read(BLOCK):
-            file.write(block)
-            bar.update(len(block))
-        flush(file)
-    if response.length:
-        raise ConnectionError(f"the last {response.length:,} of {size:,} bytes did not come")
-
-
-def may_pass(error: Exception) -> bool:
-    """Whether it is worth while to try the same address again.
-
-    Not where no connection came about (URLError): without a network one should know in seconds.
-    """
-    if isinstance(error, urllib.error.HTTPError):
-        return error.code >= 500 or error.code == 429  # too many requests
-    return isinstance(error, TimeoutError | ConnectionError | http.client.HTTPException)
-
-
-def reason(error: Exception) -> str:
-    """What went wrong, in a few words."""
-    if isinstance(error, urllib.error.HTTPError):
-        return f"HTTP {error.code} {error.reason}"
-    if isinstance(error, TimeoutError):
-        return f"nothing came for {TIMEOUT} seconds"
-    cause = getattr(error, "reason", error)  # a URLError wraps what happened
-    return getattr(cause, "strerror", None) or str(cause)
-
-
 # ------------------------------------------------------------------------------- text to ids
 
 
-def encode(text: str) -> tuple[CharTokenizer, np.ndarray]:
-    """The tokenizer for text, and text as its ids, in the smallest integers that hold them."""
-    seen = np.zeros(0x110000, bool)  # one for each code point there is
-    for codes in code_blocks(text, "vocabulary"):
-        seen[codes] = True
-    found = np.flatnonzero(seen)
-    table = np.zeros(found[-1] + 1, np.min_scalar_type(len(found) - 1))
-    table[found] = np.arange(len(found))
-    ids = np.empty(len(text), table.dtype)
-    for block, codes in enumerate(code_blocks(text, "characters")):
-        np.take(table, codes, out=ids[block * BLOCK : block * BLOCK + len(codes)], mode="clip")
-    return CharTokenizer(map(chr, found)), ids
-
-
-def code_blocks(text: str, doing: str) -> Iterator[np.ndarray]:
-    """The code points of text, a block at a time."""
-    for start in progress(range(0, len(text), BLOCK), doing):
-        yield np.frombuffer(text[start : start + BLOCK].encode("utf-32-le"), "<u4")
-
-
-def progress(parts: Iterable, doing: str) -> Iterable:
-    """parts, with a bar if they take longer than a second."""
-    return tqdm(parts, desc=doing, delay=1, leave=False)
-
-
-def paragraph_starts(ids: np.ndarray, tokenizer: CharTokenizer, min_words: int) -> np.ndarray:
+def paragraph_starts(text: str, min_words: int) -> np.ndarray:
     """Where each paragraph starts, and where the last one ends.
 
     Lines are gathered until they have min_words words (as str.split counts them); the lines left
     over are the last paragraph, or the end of it if they are blank.
     """
-    blank = np.array([character.isspace() for character in tokenizer.characters])
-    newline = tokenizer.characters.find("\n")
-    starts = [np.zeros(1, np.int64)]
-    lacking, after_blank = min_words, True  # words that the paragraph under way still needs
-    for start in progress(range(0, len(ids), BLOCK), "paragraphs"):
-        block = ids[start : start + BLOCK]
-        blanks = blank[block]
-        first = ~blanks & np.concatenate(([after_blank], blanks[:-1]))  # letters that begin a word
-        after_blank = blanks[-1]
-        words, ends = np.flatnonzero(first), np.flatnonzero(block == newline)
-        counts = np.searchsorted(words, ends)  # words in the block before each line's end
-        closing = closing_lines(counts, lacking, min_words)
-        starts.append(start + 1 + ends[closing])
-        lacking = (counts[closing[-1]] + min_words if closing else lacking) - len(words)
-    found = np.concatenate(starts)
-    if lacking < min_words:
-        return np.append(found, len(ids))
-    found[-1] = len(ids)
-    return found
+    starts, words, end = [0], 0, 0
+    with tqdm(total=len(text), desc="paragraphs", delay=1, leave=False) as bar:
+        while end < len(text):
+            start, end = end, text.find("\n", end) + 1 or len(text)
+            words += len(text[start:end].split(maxsplit=min_words))  # a line may be a whole book
+            if words >= min_words:
+                starts.append(end)
+                words = 0
+            bar.update(end - start)
+    if not words:
+        starts.pop()
+    return np.array([*starts, len(text)])
 
 
-def closing_lines(counts: np.ndarray, lacking: int, min_words: int) -> list[int]:
-    """The lines at whose ends a paragraph has its words. counts: words before each line's end."""
-    following = np.searchsorted(counts, counts + min_words).tolist()  # from one to the next
-    line = int(np.searchsorted(counts, lacking))
-    lines = []
-    while line < len(counts):
-        lines.append(line)
-        line = following[line]
-    return lines
+def encode(text: str) -> tuple[CharTokenizer, np.ndarray]:
+    """The tokenizer for text, and text as its ids, in the smallest integers that hold them."""
+    tokenizer = CharTokenizer(text)
+    codes = [ord(character) for character in tokenizer.characters]
+    table = np.zeros(codes[-1] + 1, np.min_scalar_type(len(codes) - 1))  # code point to id
+    table[codes] = np.arange(len(codes))
+    ids = np.empty(len(text), table.dtype)
+    for start in progress(range(0, len(text), BLOCK), "characters"):
+        block = text[start : start + BLOCK].encode("utf-32-le")
+        ids[start : start + BLOCK] = table[np.frombuffer(block, "<u4")]
+    return tokenizer, ids
+
+
+def progress(parts: Iterable, doing: str) -> Iterable:
+    """parts, with a bar if they take longer than a second."""
+    return tqdm(parts, desc=doing, delay=1, leave=False)
 
 
 # ------------------------------------------------------------------------------- ids to files
@@ -562,36 +298,24 @@ def write(
         built = Path(temporary)
         for name, order in orders.items():
             tokens, paragraphs = gather(ids, starts, order)
-            save(built / f"{name}.npy", tokens)
-            save(built / f"{name}_paragraphs.npy", paragraphs)
-        meta = meta | {"fingerprint": fingerprint(built)}
-        with (built / "meta.json").open("w", encoding="utf-8") as file:
-            json.dump(meta, file, ensure_ascii=False, indent=1)
-            flush(file)
+            np.save(built / f"{name}.npy", tokens)
+            np.save(built / f"{name}_paragraphs.npy", paragraphs)
+        told = json.dumps(meta | {"fingerprint": fingerprint(built)}, ensure_ascii=False, indent=1)
+        (built / "meta.json").write_text(told, "utf-8")
+        for path in built.iterdir():
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())  # on the disk, before it takes the place of another
         folder.mkdir(exist_ok=True)
         (folder / "meta.json").unlink(missing_ok=True)
-        for name in (*ARRAYS, "meta.json"):
+        for name in (*(f"{array}.npy" for array in ARRAYS), "meta.json"):
             os.replace(built / name, folder / name)
-
-
-def save(path: Path, array: np.ndarray) -> None:
-    """Writes the array, and waits until it is on the disk."""
-    with path.open("wb") as file:
-        np.save(file, array)
-        flush(file)
-
-
-def flush(file: IO) -> None:
-    """Waits until what was written is on the disk."""
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def fingerprint(folder: Path) -> str:
     """The sha256 of what is in the four arrays, one after another: two runs used the same text."""
     digest = hashlib.sha256()
     for name in ARRAYS:
-        digest.update(np.load(folder / name, mmap_mode="r"))
+        digest.update(np.load(folder / f"{name}.npy", mmap_mode="r"))
     return digest.hexdigest()
 
 
@@ -644,26 +368,24 @@ def summary(folder: Path, meta: dict) -> Iterator[str]:
 
 def table(data: Path) -> Iterator[str]:
     """A line for each text that is known or prepared: name, size, state, title."""
-    for name in dict.fromkeys([*SOURCES, *prepared(data)]):
+    made = prepared(data)
+    for name in dict.fromkeys([*SOURCES, *made]):
         source = SOURCES.get(name, Source("a text of your own"))
         size = sum(book.characters for book in source.books)
-        cached = [(data / "cache" / book.file).exists() for book in source.books]
-        state = "in the cache" if all(cached) else "to be fetched"
+        cached = all((data / "cache" / book.file).exists() for book in source.books)
+        state = "in the cache" if cached else "to be fetched"
         if name == "tales":
             files = (settings.ROOT / "data" / "tales").glob("*.txt")
             size, state = sum(file.stat().st_size for file in files), "in the repository"
-        if name in prepared(data):
-            size, state = read_meta(data / name)["counts"]["characters"], "prepared"
+        if name in made:
+            size, state = made[name]["counts"]["characters"], "prepared"
         yield f"{name:16} {size:>13,} characters  {state:17} {source.title}"
 
 
-def prepared(data: Path) -> list[str]:
-    """The names of the texts that are prepared in that folder."""
-    return sorted(
-        path.parent.name
-        for path in data.glob("*/meta.json")
-        if read_meta(path.parent).get("format") == FORMAT
-    )
+def prepared(data: Path) -> dict[str, dict]:
+    """What meta.json says of each text that is prepared in that folder, by its name."""
+    metas = {path.parent.name: read_meta(path.parent) for path in sorted(data.glob("*/meta.json"))}
+    return {name: meta for name, meta in metas.items() if meta.get("format") == FORMAT}
 
 
 def data_folder(data_dir: str | None) -> Path:
