@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from prepare import ARRAYS, FORMAT
 from settings import UserError
 from tokenizer import CharTokenizer, load_tokenizer
 
-FORMAT = 1  # of the folder that prepare.py writes
-ARRAYS = ("train", "train_paragraphs", "val", "val_paragraphs")
 PREPARE = "prepare it: python prepare.py, or python prepare.py --text FILE --name NAME for your own"
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # inputs and targets, int64, both (B, T)
@@ -38,14 +37,19 @@ class Dataset:
 def load_dataset(folder: Path) -> Dataset:
     """What prepare.py wrote. Raises UserError if it is missing, damaged or of another format."""
     meta = read(folder / "meta.json", lambda path: json.loads(path.read_text("utf-8")))
-    if meta.get("format") != FORMAT:
-        found = f"its format is {meta.get('format')}, and this version reads {FORMAT}"
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        found = f"not of the format {FORMAT} that this version reads"
         raise UserError(f"{folder}: {found}; {PREPARE}")
     arrays = {name: read(folder / f"{name}.npy", open_array) for name in ARRAYS}
     for split in ("train", "val"):
-        if arrays[f"{split}_paragraphs"][-1:].tolist() != [len(arrays[split])]:
+        starts, tokens = arrays[f"{split}_paragraphs"], arrays[split]
+        if starts.ndim != 1 or tokens.ndim != 1 or starts[-1:].tolist() != [len(tokens)]:
             raise UserError(f"{folder}: {split}_paragraphs.npy does not fit {split}.npy; {PREPARE}")
-    return Dataset(**arrays, tokenizer=load_tokenizer(meta["tokenizer"]), meta=meta)
+    try:
+        tokenizer, _ = load_tokenizer(meta["tokenizer"]), meta["fingerprint"]
+    except (AttributeError, LookupError, TypeError, ValueError):
+        raise UserError(f"{folder}: its meta.json is damaged; {PREPARE}") from None
+    return Dataset(**arrays, tokenizer=tokenizer, meta=meta)
 
 
 def read(path: Path, reader: Callable[[Path], Any]) -> Any:

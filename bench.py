@@ -26,7 +26,7 @@ import device as machine
 from batches import TrainingBatches, evaluation_batches
 from generate import Sampling, generate
 from model import ModelConfig, Transformer
-from optimizer import make_optimizer
+from optimizer import make_optimizers
 from settings import TrainSettings, resolve, run, setting
 
 VOCABULARY, BATCH_SIZE = 80, 64
@@ -148,7 +148,7 @@ def training(options: BenchSettings, device: torch.device) -> Iterator[Figure]:
 
 def updates(model: nn.Module, inputs: Tensor, targets: Tensor, count: int) -> Callable[[], object]:
     """Some updates of the model's weights, to be timed."""
-    optimizer = make_optimizer(model, TrainSettings(), None)
+    [optimizer] = make_optimizers(model, TrainSettings())
 
     def act() -> None:
         for _ in range(count):

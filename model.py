@@ -42,6 +42,11 @@ class ModelConfig:
         """D, the width of one head."""
         return self.n_embd // self.n_head
 
+    @property
+    def embedding_std(self) -> float:
+        """How large embeddings begin: small where the head has them too, or its logits explode."""
+        return 0.02 if self.tied_embeddings else 1.0
+
 
 class Transformer(nn.Module):
     """Token ids in, logits of each next token out: embeddings, blocks, final norm, linear head."""
@@ -222,7 +227,7 @@ class Dropout(nn.Module):
             return F.dropout(x, self.p, self.training)
         draws = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
         levels = draws.view(torch.int16)[: x.numel()].view(x.shape)  # -2^15 to 2^15 - 1
-        dropped = round(self.p * 2**16)
+        dropped = min(round(self.p * 2**16), 2**16 - 1)
         return x * (levels >= dropped - 2**15).to(x.dtype).mul_(2**16 / (2**16 - dropped))
 
 
@@ -291,7 +296,8 @@ class KVCache:
 
     def replace(self, rows: list[int], other: "KVCache") -> None:
         """Puts the rows of another cache in the place of these."""
-        self.store[:, :, rows] = other.store
+        used = max(other.lengths)
+        self.store[:, :, rows, :, :used] = other.store[..., :used, :]
         for row, length in zip(rows, other.lengths, strict=True):
             self.lengths[row] = length
 
@@ -310,7 +316,7 @@ def initialize(model: Transformer) -> None:
         elif "norm" in name:
             nn.init.ones_(parameter)
         elif name.endswith("embedding.weight"):
-            nn.init.normal_(parameter, std=0.02 if model.config.tied_embeddings else 1.0)
+            nn.init.normal_(parameter, std=model.config.embedding_std)
         else:
             depth = 2 * model.config.n_layer if name.endswith("projection.weight") else 1
             nn.init.normal_(parameter, std=(3 * parameter.size(1) * depth) ** -0.5)
@@ -327,7 +333,9 @@ def position_embedding(config: ModelConfig) -> nn.Module | None:
     """What is added to the token embedding at each position, if anything."""
     if config.position == "learned":
         return nn.Embedding(config.block_size, config.n_embd)
-    return Table(sinusoids(config)) if config.position == "sinusoidal" else None
+    if config.position == "sinusoidal":
+        return Table(sinusoids(config) * config.embedding_std * math.sqrt(2))  # of that std, too
+    return None
 
 
 class Table(nn.Module):

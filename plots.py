@@ -12,12 +12,13 @@ Without a run's folder the newest under out/ is taken; the picture goes to the r
 
 import itertools
 import math
-import typing
+import os
 import unicodedata
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,23 +30,27 @@ from model import Transformer
 from settings import UserError, resolve, run, setting
 from tokenizer import CharTokenizer
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
+
 # Of the colours by Okabe and Ito for eyes of every kind; these differ in lightness too.
 VALIDATION, TRAINING = "#0072B2", "#E69F00"
 KINDS = {
     "vowel": "#D55E00", "consonant": "#0072B2", "capital": "#009E73", "other letter": "#000000",
     "digit": "#E69F00", "punctuation or space": "#CC79A7",
 }  # fmt: skip
-LONGEST = 64  # characters of an attention map: more would be a picture of many metres
+LONGEST = 64  # characters of an attention map: more would fill a wall
 VISIBLE = {" ": "␣", "\n": "↵", "\t": "⇥"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class PictureSettings:
-    """Which picture"""
+class Destination:
+    """Where to"""
 
     endings = (".png", ".svg")
 
-    run: str | None = setting(None, "a run's folder; none: the newest under out/")
     out: str | None = setting(None, "the file to write; none: one in the run's folder")
 
     def conflicts(self) -> Iterator[tuple[set[str], str]]:
@@ -54,24 +59,41 @@ class PictureSettings:
             endings = " or ".join(self.endings)
             yield {"out"}, f"out = {self.out!r}: expected a name that ends in {endings}"
 
+
+@dataclass(frozen=True, kw_only=True)
+class OneRun:
+    """Whose"""
+
+    run: str | None = setting(None, "a run's folder; none: the newest under out/")
+
     def folder(self) -> Path:
         """The run's folder."""
         return Path(self.run) if self.run else newest_run(settings.ROOT / "out")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossSettings(PictureSettings):
-    """Which picture"""
+class Reading:
+    """What it reads"""
+
+    text: str | None = setting(None, "a text; none: the beginning of what the run wrote last")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSettings(Destination):
+    """Whose and how"""
 
     run: tuple[str, ...] = setting((), "runs' folders; none: the newest under out/")
     log: bool = setting(False, "steps on a logarithmic axis, which shows more of the beginning")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextSettings(PictureSettings):
-    """Which picture"""
+class AttentionSettings(OneRun, Reading, Destination):
+    """Attention maps"""
 
-    text: str | None = setting(None, "what the model reads; none: what the run wrote last")
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingSettings(OneRun, Destination):
+    """Embeddings"""
 
 
 def main(argv: list[str]) -> None:
@@ -80,8 +102,8 @@ def main(argv: list[str]) -> None:
 
     commands = {
         "loss": (LossSettings, draw_loss),
-        "attention": (TextSettings, draw_attention),
-        "embeddings": (PictureSettings, draw_embeddings),
+        "attention": (AttentionSettings, draw_attention),
+        "embeddings": (EmbeddingSettings, draw_embeddings),
         "next": (report.PageSettings, report.write_next),
         "report": (report.PageSettings, report.write_report),
     }
@@ -95,7 +117,7 @@ def main(argv: list[str]) -> None:
     try:
         print(f"wrote {draw(resolve(kind, rest, __doc__, 'run'))}")
     except ModuleNotFoundError as error:
-        raise UserError(f"{error.name} is not installed: pip install {error.name}") from error
+        raise UserError("matplotlib is not installed: pip install matplotlib") from error
 
 
 def draw_loss(chosen: LossSettings) -> Path:
@@ -107,13 +129,13 @@ def draw_loss(chosen: LossSettings) -> Path:
         loss_curves(histories[0], path, f"Losses of {folders[0].resolve().name}", chosen.log)
         return path
     path = Path(chosen.out or folders[0].parent / "losses.png")
-    names = [folder.name for folder in folders]
-    names = names if len(set(names)) == len(names) else list(map(str, folders))
+    common = os.path.commonpath([folder.resolve().parent for folder in folders])
+    names = [str(folder.resolve().relative_to(common)) for folder in folders]
     compare_losses(dict(zip(names, histories, strict=True)), path, chosen.log)
     return path
 
 
-def draw_attention(chosen: TextSettings) -> Path:
+def draw_attention(chosen: AttentionSettings) -> Path:
     """The attention maps of a run's best model, on a text."""
     folder = chosen.folder()
     model, tokenizer, checkpoint = load_model(folder / "best.pt")
@@ -125,7 +147,7 @@ def draw_attention(chosen: TextSettings) -> Path:
     return path
 
 
-def draw_embeddings(chosen: PictureSettings) -> Path:
+def draw_embeddings(chosen: EmbeddingSettings) -> Path:
     """The embeddings of a run's best model."""
     folder = chosen.folder()
     model, tokenizer, _ = load_model(folder / "best.pt")
@@ -152,9 +174,7 @@ def read_text(text: str, tokenizer: CharTokenizer, longest: int) -> Tensor:
 
 def visible(character: str) -> str:
     """A character as a label."""
-    return VISIBLE.get(
-        character, character if character.isprintable() else "\N{REPLACEMENT CHARACTER}"
-    )
+    return VISIBLE.get(character, character if character.isprintable() else "�")
 
 
 # ---------------------------------------------------------------------------------------- losses
@@ -193,33 +213,40 @@ def compare_losses(histories: dict[str, list[dict]], path: Path, log: bool = Fal
         draw_curve(above, history, "train_loss", ":", color=look["color"], alpha=0.7)
         draw_curve(below, history, "learning_rate", "-", color=look["color"])
     above.plot([], [], ":", color="0.3", label="dotted: training")
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    figure.legend(loc="outside lower left", frameon=False)
     save(figure, path)
 
 
-def loss_frame(histories: list[list[dict]], title: str, log: bool) -> tuple[typing.Any, ...]:
+def loss_frame(
+    histories: list[list[dict]], title: str, log: bool
+) -> tuple["Figure", "Axes", "Axes"]:
     """A figure, its axes for losses, and below them those for learning rates."""
-    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
-
-    figure = new_figure(8, 6)
+    figure = new_figure(8, 6 + 0.2 * len(histories))  # a line of the legend for each
     above, below = figure.subplots(2, sharex=True, height_ratios=(4, 1))
-    above.set_title(title, loc="left", parse_math=False)
+    above.set_title(title, loc="left")
     above.set_ylabel("loss, nats per character")
     above.set_ylim(*loss_range(histories))
-    below.set(xlabel="step", ylabel="learning rate")
-    below.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    below.set_ylabel("learning rate")
     if log:  # linear up to the first evaluation, so that step 0 is on it
         first = min(history[min(1, len(history) - 1)]["step"] for history in histories)
         below.set_xscale("symlog", linthresh=max(1, first))
-    below.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    label_steps(below)
     above.grid(alpha=0.3)
     below.grid(alpha=0.3)
     return figure, above, below
 
 
-def draw_curve(
-    axes: typing.Any, history: list[dict], key: str, style: str, **look: typing.Any
-) -> None:
+def label_steps(axes: "Axes") -> None:
+    """Makes the x axis one of steps: whole ones, and legible in the thousands."""
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+    axes.set_xlabel("step")
+    if axes.get_xscale() == "linear":
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+
+
+def draw_curve(axes: "Axes", history: list[dict], key: str, style: str, **look: Any) -> None:
     """Draws what the evaluations say of `key` over their steps."""
     steps, values = [row["step"] for row in history], [row[key] for row in history]
     marked = max(1, len(history) // 25)  # a mark on every one of a thousand points would be a smear
@@ -268,10 +295,8 @@ def attention_maps(weights: Tensor, text: str, path: Path, title: str) -> None:
     """
     layers, heads, T, _ = weights.shape
     side = 0.6 + max(1.5, 0.12 * T)  # inches: room for a letter of 8 points in each row
-    figure = new_figure(side * heads + 1.2, side * layers + 0.8)
-    figure.suptitle(
-        f"{title}: each row is a character, and shows which ones it looks at", parse_math=False
-    )
+    figure = new_figure(side * heads + 1.2, side * layers + 0.8, "compressed")
+    figure.suptitle(f"{title}: each row is a character, and shows which ones it looks at")
     grid = figure.subplots(layers, heads, squeeze=False)
     for layer, head in itertools.product(range(layers), range(heads)):
         image = draw_map(grid[layer, head], weights[layer, head], text)
@@ -284,7 +309,7 @@ def attention_maps(weights: Tensor, text: str, path: Path, title: str) -> None:
     save(figure, path)
 
 
-def draw_map(axes: typing.Any, weights: Tensor, text: str) -> typing.Any:
+def draw_map(axes: "Axes", weights: Tensor, text: str) -> "AxesImage":
     """Draws one head's weights (T, T); gives the image, for the colour bar."""
     from matplotlib.colors import PowerNorm
 
@@ -294,8 +319,8 @@ def draw_map(axes: typing.Any, weights: Tensor, text: str) -> typing.Any:
         weights.masked_fill(future, math.nan).numpy(), cmap="viridis", norm=PowerNorm(0.5, 0, 1)
     )  # the root, so that a weight of 0.05 is seen
     labels = [visible(character) for character in text]
-    axes.set_xticks(range(len(text)), labels, fontsize=8, family="monospace", parse_math=False)
-    axes.set_yticks(range(len(text)), labels, fontsize=8, family="monospace", parse_math=False)
+    axes.set_xticks(range(len(text)), labels, fontsize=8, family="monospace")
+    axes.set_yticks(range(len(text)), labels, fontsize=8, family="monospace")
     axes.tick_params(length=0, pad=1)
     return image
 
@@ -308,31 +333,31 @@ def embedding_map(model: Transformer, tokenizer: CharTokenizer, path: Path, titl
     """Draws the characters' embeddings in a plane, and how alike those of the positions are."""
     has_positions = model.position_embedding is not None  # rope has none
     figure = new_figure(15 if has_positions else 8, 7.5)
-    figure.suptitle(title, parse_math=False)
+    figure.suptitle(title)
     axes = figure.subplots(1, 1 + has_positions, squeeze=False)[0]
     draw_characters(axes[0], model.token_embedding.weight, tokenizer)
     if has_positions:
         rows = model.position_embedding(torch.arange(model.config.block_size))  # (S, C)
         rows = F.normalize(rows, dim=1)
-        image = axes[1].imshow(rows @ rows.T, cmap="RdBu_r", vmin=-1, vmax=1)
+        image = axes[1].imshow((rows @ rows.T).numpy(), cmap="RdBu_r", vmin=-1, vmax=1)
         axes[1].set(title="How alike the positions are", xlabel="position", ylabel="position")
         figure.colorbar(image, ax=axes[1], label="cosine similarity")
     save(figure, path)
 
 
-def draw_characters(axes: typing.Any, rows: Tensor, tokenizer: CharTokenizer) -> None:
+def draw_characters(axes: "Axes", rows: Tensor, tokenizer: CharTokenizer) -> None:
     """Draws the characters where their embeddings (V, C) lie, in the colours of their kinds."""
     points, shares = principal_components(rows)
     kinds = [kind_of(tokenizer.decode([i])) for i in range(len(rows))]
     for kind in filter(kinds.__contains__, KINDS):
         chosen = points[[i for i, other in enumerate(kinds) if other == kind]]
         # The disc shows where a comma is.
-        axes.scatter(*chosen.T, s=250, color=KINDS[kind], alpha=0.2, linewidths=0, label=kind)
+        axes.scatter(*chosen.T, s=250, color=KINDS[kind], alpha=0.25, linewidths=0, label=kind)
     size = 12 if len(rows) <= 120 else 6
     for i, place in enumerate(points.tolist()):
         axes.annotate(
             visible(tokenizer.decode([i])), place, color=KINDS[kinds[i]], fontsize=size,
-            fontweight="bold", ha="center", va="center", parse_math=False,
+            fontweight="bold", ha="center", va="center",
         )  # fmt: skip
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=6, frameon=False)
     first, second = (f"principal component ({share:.0%} of the variance)" for share in shares)
@@ -367,7 +392,7 @@ def kind_of(character: str) -> str:
 # ------------------------------------------------------------------------------------ any figure
 
 
-def looks(count: int) -> Iterator[dict[str, typing.Any]]:
+def looks(count: int) -> Iterator[dict[str, Any]]:
     """So many ways to draw a curve, told apart by lightness and by the mark as well as by hue."""
     import matplotlib
 
@@ -376,15 +401,19 @@ def looks(count: int) -> Iterator[dict[str, typing.Any]]:
         yield {"color": colours(0.9 * i / max(1, count - 1)), "marker": mark}
 
 
-def new_figure(width: float, height: float) -> typing.Any:
+def new_figure(width: float, height: float, layout: str = "constrained") -> "Figure":
     """An empty figure of so many inches; no window and no global state."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), dpi=120, layout="constrained")
+    return Figure(figsize=(width, height), dpi=120, layout=layout)
 
 
-def save(figure: typing.Any, path: Path) -> None:
+def save(figure: "Figure", path: Path) -> None:
     """Writes the figure, whole or not at all, in the format of the file's ending."""
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)  # a run's name may have dollars in it
     with replacing(path) as file, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # a title in Chinese, say
         figure.savefig(file, format=path.suffix[1:])

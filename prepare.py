@@ -115,10 +115,10 @@ def prepare(chosen: PrepareSettings) -> Path:
     tokenizer, ids = encode(text)
     del text  # as large as the ids, and no longer needed
     meta["split"] = chosen.split if len(starts) > 2 else "position"
-    starts, orders = split(starts, meta["split"], chosen.val_fraction, chosen.seed)
-    meta |= {"tokenizer": tokenizer.state(), "counts": count(starts, orders, tokenizer)}
+    arrays = split(ids, starts, meta["split"], chosen.val_fraction, chosen.seed)
+    meta |= {"tokenizer": tokenizer.state(), "counts": count(arrays, tokenizer)}
     try:
-        write(folder, meta, ids, starts, orders)
+        write(folder, meta, arrays)
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror or error}") from error
     print(*summary(folder, meta), sep="\n")
@@ -137,10 +137,8 @@ def ensure_dataset(
         if (folder / "meta.json").exists():
             return folder, None
     if name_or_path not in SOURCES:
-        known = {*SOURCES, *prepared(data_folder(data_dir))}
-        hint = (
-            f"{nearest(name_or_path, known)}; python prepare.py --text FILE --name NAME makes one"
-        )
+        near = nearest(name_or_path, {*SOURCES, *prepared(data_folder(data_dir))})
+        hint = f"{near}; python prepare.py --text FILE --name NAME makes one"
         raise UserError(f"dataset = {name_or_path!r}: no text of that name is prepared{hint}")
     try:
         wanted = PrepareSettings(source=name_or_path, data_dir=data_dir, offline=offline)
@@ -156,7 +154,7 @@ def ensure_dataset(
     return ensure_dataset("tales", data_dir, offline)[0], message
 
 
-# ------------------------------------------------------------------------------- files to text
+# ------------------------------------------------------------------------------- from texts to ids
 
 
 def read_sources(chosen: PrepareSettings) -> tuple[str, list[dict]]:
@@ -182,22 +180,16 @@ def read_sources(chosen: PrepareSettings) -> tuple[str, list[dict]]:
 def find_files(chosen: PrepareSettings, problems: list[str]) -> list[tuple[Path, Book | None]]:
     """The files to read, in order, each with the book that it should be; fetched if need be."""
     books = SOURCES[chosen.source].books
-    if chosen.from_:
-        return list(zip(map(Path, chosen.from_), books, strict=True))
     if books:
         cache = data_folder(chosen.data_dir) / "cache"
-        return [(fetch(book, cache, chosen.offline), book) for book in books]
-    files = []
+        paths = chosen.from_ or [fetch(book, cache, chosen.offline) for book in books]
+        return list(zip(map(Path, paths), books, strict=True))
+    files: list[Path] = []
     for path in map(Path, chosen.text or [settings.ROOT / "data" / "tales"]):
-        inside = [path]
-        if path.is_dir():
-            inside = sorted(file for file in path.iterdir() if file.suffix.lower() == ".txt")
-            problems += [] if inside else [f"{path}: a folder without .txt files"]
-        files += [(file, None) for file in inside]
-    return files
-
-
-# ------------------------------------------------------------------------------- text to ids
+        inside = sorted(path.glob("*.[tT][xX][tT]")) if path.is_dir() else [path]
+        problems += [] if inside else [f"{path}: a folder without .txt files"]
+        files += inside
+    return [(file, None) for file in files]
 
 
 def paragraph_starts(text: str, min_words: int) -> np.ndarray:
@@ -206,16 +198,14 @@ def paragraph_starts(text: str, min_words: int) -> np.ndarray:
     Lines are gathered until they have min_words words (as str.split counts them); the lines left
     over are the last paragraph, or the end of it if they are blank.
     """
-    starts, words, end = [0], 0, 0
+    # Without (?!\S) it would take a word for several, and at the end try every way to do so.
+    paragraph = re.compile(rf"(?:\s*\S+(?!\S)){{{min_words}}}.*\n?")
+    starts = [0]
     with tqdm(total=len(text), desc="paragraphs", delay=1, leave=False) as bar:
-        while end < len(text):
-            start, end = end, text.find("\n", end) + 1 or len(text)
-            words += len(text[start:end].split(maxsplit=min_words))  # a line may be a whole book
-            if words >= min_words:
-                starts.append(end)
-                words = 0
-            bar.update(end - start)
-    if not words:
+        while match := paragraph.match(text, starts[-1]):
+            starts.append(match.end())
+            bar.update(match.end() - match.start())
+    if not text[starts[-1] :].strip():
         starts.pop()
     return np.array([*starts, len(text)])
 
@@ -227,68 +217,60 @@ def encode(text: str) -> tuple[CharTokenizer, np.ndarray]:
     table = np.zeros(codes[-1] + 1, np.min_scalar_type(len(codes) - 1))  # code point to id
     table[codes] = np.arange(len(codes))
     ids = np.empty(len(text), table.dtype)
-    for start in progress(range(0, len(text), BLOCK), "characters"):
+    for start in tqdm(range(0, len(text), BLOCK), "characters", delay=1, leave=False):
         block = text[start : start + BLOCK].encode("utf-32-le")
         ids[start : start + BLOCK] = table[np.frombuffer(block, "<u4")]
     return tokenizer, ids
 
 
-def progress(parts: Iterable, doing: str) -> Iterable:
-    """parts, with a bar if they take longer than a second."""
-    return tqdm(parts, desc=doing, delay=1, leave=False)
-
-
-# ------------------------------------------------------------------------------- ids to files
+# ------------------------------------------------------------------------------- from ids to files
 
 
 def split(
-    starts: np.ndarray, how: str, val_fraction: float, seed: int
-) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Where paragraphs start, and which of them go into each split, in which order.
+    ids: np.ndarray, starts: np.ndarray, how: str, val_fraction: float, seed: int
+) -> dict[str, np.ndarray]:
+    """The arrays of data/<name>/: for each split its ids, and where its paragraphs start and end.
 
     By position, the paragraph in which the validation text begins is divided.
     Raises UserError for a text of one character.
     """
-    characters, paragraphs = int(starts[-1]), len(starts) - 1
-    if characters < 2:
+    if len(ids) < 2:
         raise UserError("the text is one character long; to be split it needs two")
     if how == "position":
-        first = np.clip(int(characters * (1 - val_fraction)), 1, characters - 1)
+        first = np.clip(int(len(ids) * (1 - val_fraction)), 1, len(ids) - 1)
         starts = np.union1d(starts, [first])
         train, val = np.split(np.arange(len(starts) - 1), np.searchsorted(starts, [first]))
     else:
-        order = np.random.default_rng(seed).permutation(paragraphs)
-        val, train = np.split(order, [np.clip(round(paragraphs * val_fraction), 1, paragraphs - 1)])
-    return starts, {"train": train, "val": val}
-
-
-def count(
-    starts: np.ndarray, orders: dict[str, np.ndarray], tokenizer: CharTokenizer
-) -> dict[str, int]:
-    """How many characters, paragraphs and different characters there are, for meta.json."""
-    counts = {"vocabulary": tokenizer.vocab_size, "characters": int(starts[-1])}
-    counts["paragraphs"] = len(starts) - 1
-    for name, order in orders.items():
-        counts[f"{name}_characters"] = int(np.diff(starts)[order].sum())
-        counts[f"{name}_paragraphs"] = len(order)
-    return counts
+        order = np.random.default_rng(seed).permutation(len(starts) - 1)
+        size = np.clip(round(len(order) * val_fraction), 1, len(order) - 1)
+        val, train = np.split(order, [size])
+    arrays = {}
+    for name, order in (("train", train), ("val", val)):
+        arrays[name], arrays[f"{name}_paragraphs"] = gather(ids, starts, order)
+    return arrays
 
 
 def gather(ids: np.ndarray, starts: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Those paragraphs of ids in that order, end to end; and their starts, with the last end."""
     new = np.concatenate(([0], np.cumsum(np.diff(starts)[order])))
     out = np.empty(new[-1], ids.dtype)
-    some = 4096  # paragraphs at a time
-    for i in progress(range(0, len(order), some), "shuffling"):
-        chosen = order[i : i + some]
-        spans = zip(starts[chosen].tolist(), starts[chosen + 1].tolist(), strict=True)
-        out[new[i] : new[i + len(chosen)]] = np.concatenate([ids[a:b] for a, b in spans])
+    for i, paragraph in enumerate(tqdm(order, "shuffling", delay=1, leave=False)):
+        out[new[i] : new[i + 1]] = ids[starts[paragraph] : starts[paragraph + 1]]
     return out, new
 
 
-def write(
-    folder: Path, meta: dict, ids: np.ndarray, starts: np.ndarray, orders: dict[str, np.ndarray]
-) -> None:
+def count(arrays: dict[str, np.ndarray], tokenizer: CharTokenizer) -> dict[str, int]:
+    """How many characters, paragraphs and different characters there are, for meta.json."""
+    counts = {"vocabulary": tokenizer.vocab_size}
+    for name in ("train", "val"):
+        counts[f"{name}_characters"] = len(arrays[name])
+        counts[f"{name}_paragraphs"] = len(arrays[f"{name}_paragraphs"]) - 1
+    for unit in ("characters", "paragraphs"):
+        counts[unit] = counts[f"train_{unit}"] + counts[f"val_{unit}"]
+    return counts
+
+
+def write(folder: Path, meta: dict, arrays: dict[str, np.ndarray]) -> None:
     """Makes the files beside the folder, then moves them in, so that none is ever half-written.
 
     meta.json leaves first and comes last: a folder that has one is whole.
@@ -296,10 +278,8 @@ def write(
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
         built = Path(temporary)
-        for name, order in orders.items():
-            tokens, paragraphs = gather(ids, starts, order)
-            np.save(built / f"{name}.npy", tokens)
-            np.save(built / f"{name}_paragraphs.npy", paragraphs)
+        for name, array in arrays.items():
+            np.save(built / f"{name}.npy", array)
         told = json.dumps(meta | {"fingerprint": fingerprint(built)}, ensure_ascii=False, indent=1)
         (built / "meta.json").write_text(told, "utf-8")
         for path in built.iterdir():
@@ -307,8 +287,8 @@ def write(
                 os.fsync(file.fileno())  # on the disk, before it takes the place of another
         folder.mkdir(exist_ok=True)
         (folder / "meta.json").unlink(missing_ok=True)
-        for name in (*(f"{array}.npy" for array in ARRAYS), "meta.json"):
-            os.replace(built / name, folder / name)
+        for path in (*built.glob("*.npy"), built / "meta.json"):
+            os.replace(path, folder / path.name)
 
 
 def fingerprint(folder: Path) -> str:
@@ -321,8 +301,7 @@ def fingerprint(folder: Path) -> str:
 
 def is_prepared(folder: Path, wanted: dict) -> bool:
     """Whether the folder holds just this text, undamaged. Raises UserError if it holds another."""
-    meta = read_meta(folder)
-    if not meta:
+    if not (meta := read_meta(folder)):
         return False
     others = [key for key in ("format", "sources") if meta.get(key) != wanted[key]]
     had = meta.get("settings", {})

@@ -52,8 +52,8 @@ td {{ border-bottom: 1px solid #ddd; padding: 0.15rem 1rem 0.15rem 0; vertical-a
 
 
 @dataclass(frozen=True, kw_only=True)
-class PageSettings(plots.TextSettings):
-    """Which page"""
+class PageSettings(plots.OneRun, plots.Reading, plots.Destination):
+    """A page"""
 
     endings = (".html",)
 
@@ -137,7 +137,9 @@ def facts(
         ("best validation loss", f"{loss}, at step {best['step']:,} of {last['step']:,}"),
         ("training", f"{last['seconds']:,.0f} seconds"),
     ]
-    return made + [("over the whole validation split", f"{whole:.4f} nats")] * (whole is not None)
+    if whole is not None:
+        made.append(("over the whole validation split", f"{whole:.4f} nats"))
+    return made
 
 
 def samples(history: list[dict[str, Any]]) -> str:

@@ -3,14 +3,15 @@
 import itertools
 import math
 import statistics
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from checkpoint import build_model, load_checkpoint, write_text
-from plots import VALIDATION, draw_curve, looks, loss_range, new_figure, save
-from settings import show
+from plots import VALIDATION, draw_curve, label_steps, looks, loss_range, new_figure, save
+from settings import UserError, show
 from train import best_row, log_table
 
 if TYPE_CHECKING:
@@ -24,8 +25,10 @@ Groups = dict[tuple, list[dict[str, Any]]]  # by what differs but the seed: the 
 def compare(folders: list[Path], out: Path) -> None:
     """Prints a table of the runs, and writes results.csv and results.png to the folder `out`.
 
-    Raises UserError for a folder without a run.
+    Raises UserError where there is no run.
     """
+    if not folders:
+        raise UserError("no run to compare; give the folders of some")
     runs = sorted(map(read_run, folders), key=lambda run: run["val_loss"])
     settings = [name for name in runs[0]["settings"] if name not in (*PLACES, "seed")]
     names = [n for n in settings if len({repr(run["settings"].get(n)) for run in runs}) > 1]
@@ -54,6 +57,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "tokens_per_second": one * saved["step"] / max(saved["seconds"], 1e-9),
         "seconds": saved["seconds"],
         "best_step": best["step"],
+        "steps": saved["step"],
         "history": saved["history"],
     }
 
@@ -139,8 +143,8 @@ def draw_points(axes: "Axes", groups: Groups, names: list[str], key: str, form: 
             textcoords="offset points", bbox={"fc": "white", "ec": "none", "pad": 1},
         )  # fmt: skip
     labels = ["\n".join(map(show, values)) for values in groups]
-    axes.set_xticks(range(len(groups)), labels, parse_math=False)
-    axes.set_xlabel(", ".join(names))
+    axes.set_xticks(range(len(groups)), labels)
+    axes.set_xlabel(textwrap.fill(", ".join(names), 50))
     axes.yaxis.set_major_formatter(StrMethodFormatter(f"{{x:{form}}}"))
     axes.margins(x=0.2, y=0.15)
     axes.grid(alpha=0.3)
@@ -152,10 +156,11 @@ def draw_heat(axes: "Axes", groups: Groups, names: list[str], key: str, form: st
     cells = torch.full((len(down), len(across)), math.nan)
     for (x, y), runs in groups.items():
         cells[down.index(y), across.index(x)] = mean(runs, key)
-    image = axes.imshow(cells.numpy(), cmap="cividis", aspect="auto")
+    palette = "cividis_r" if key == "val_loss" else "cividis"  # what is better is brighter
+    image = axes.imshow(cells.numpy(), cmap=palette, aspect="auto")
     for (y, row), x in itertools.product(enumerate(cells.tolist()), range(len(across))):
         text = "none" if math.isnan(row[x]) else f"{row[x]:{form}}"
-        colour = "white" if image.norm(row[x]) < 0.6 else "black"
+        colour = "white" if sum(image.to_rgba(row[x])[:3]) < 1.4 else "black"
         axes.text(x, y, text, ha="center", va="center", color=colour)
     axes.set_xticks(range(len(across)), map(show, across))
     axes.set_yticks(range(len(down)), map(show, down))
@@ -171,6 +176,7 @@ def draw_runs(axes: "Axes", groups: Groups, names: list[str]) -> None:
             draw_curve(axes, run["history"], "val_loss", "-", label=label, **look)
             label = None  # in the legend once
     axes.set_ylim(*loss_range([run["history"] for runs in groups.values() for run in runs]))
-    axes.set(xlabel="step", ylabel="nats per character")
+    axes.set_ylabel("nats per character")
+    label_steps(axes)
     axes.grid(alpha=0.3)
     axes.legend(ncols=1 + len(groups) // 9)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import settings
 from checkpoint import load_model, newest_run
-from device import choose_device
+from device import choose_device, memory_advice
 from generate import Sampling, default_start, generate, score
 from model import Transformer
 from settings import UserError, resolve, run, setting
@@ -117,7 +117,8 @@ def main(argv: list[str]) -> None:
     elif options.interactive:
         interact(writer)
     else:
-        writer.write(texts, options.seed)
+        with memory_advice("lower num_samples"):
+            writer.write(texts, options.seed)
 
 
 def checkpoint_path(options: SampleSettings) -> Path:
@@ -293,7 +294,7 @@ def interact(writer: Writer) -> None:
     with contextlib.suppress(ImportError):  # Windows has none
         importlib.import_module("readline")  # gives input() a history
     options = writer.options
-    mark = "> " if sys.stdin.isatty() else ""
+    mark = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         for seed in itertools.count(options.seed, options.num_samples):  # asked again: other texts
             line = input(mark)
@@ -301,6 +302,7 @@ def interact(writer: Writer) -> None:
                 writer.write([options.typed(line)], seed)
             except UserError as error:
                 note(str(error))
+    print(end="\n" if mark else "")  # for the shell's next line
 
 
 if __name__ == "__main__":

@@ -68,10 +68,12 @@ class OptimizerSettings:
     max_iters: int = setting(10000, "updates of the weights, in all", "[0, inf)")
     batch_size: int = setting(64, "windows of text in one forward pass", "[1, inf)")
     gradient_accumulation_steps: int = setting(1, "forward passes that make one update", "[1, inf)")
+    optimizer: str = setting("adamw", "muon: Muon for the blocks' matrices", ("adamw", "muon"))
     learning_rate: float = setting(1e-3, "AdamW's step size at its highest", "(0, inf)")
+    muon_lr: float = setting(0.02, "Muon's step size at its highest", "(0, inf)")
     min_lr: float = setting(1e-5, "step size at the last update, where the cosine ends", "[0, inf)")
     warmup_iters: int = setting(0, "updates of linear warm-up before the cosine", "[0, inf)")
-    weight_decay: float = setting(0.03, "AdamW's pull of the weights towards 0", "[0, inf)")
+    weight_decay: float = setting(0.03, "pull of the weights towards 0", "[0, inf)")
     beta1: float = setting(0.9, "AdamW's memory of the gradient", "[0, 1)")
     beta2: float = setting(0.999, "AdamW's memory of the squared gradient", "[0, 1)")
     grad_clip: float | None = setting(None, "longest gradient allowed; none: any", "(0, inf)")
@@ -395,4 +397,9 @@ def run(main: Callable[[list[str]], int | None]) -> typing.NoReturn:
         code = 0
     except KeyboardInterrupt:
         code = 130
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"{Path(sys.argv[0]).name}: {error.filename}: {error.strerror}", file=sys.stderr)
+        code = 2
     sys.exit(code)

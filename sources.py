@@ -92,10 +92,10 @@ def fetch(book: Book, cache: Path, offline: bool) -> Path:
             try:
                 return download(address, book, path)
             except (OSError, http.client.HTTPException, ValueError) as error:
-                failure = f"{address}: {reason(error)}"
-                if not may_pass(error):
+                problem, may_pass = diagnosis(error)
+                if not may_pass:
                     break
-        failures.append(failure)
+        failures.append(f"{address}: {problem}")
     raise Unavailable(f"{book.title}: {'; '.join(failures)}; --from takes it from a file")
 
 
@@ -126,24 +126,19 @@ def receive(response: http.client.HTTPResponse, path: Path, title: str) -> None:
         raise ConnectionError(f"the last {response.length:,} of {size:,} bytes did not come")
 
 
-def may_pass(error: Exception) -> bool:
-    """Whether it is worth while to try the same address again.
+def diagnosis(error: Exception) -> tuple[str, bool]:
+    """What went wrong, in a few words, and whether the same address is worth another try.
 
     Not where no connection came about (URLError): without a network one should know in seconds.
     """
     if isinstance(error, urllib.error.HTTPError):
-        return error.code >= 500 or error.code == 429  # too many requests
-    return isinstance(error, TimeoutError | ConnectionError | http.client.HTTPException)
-
-
-def reason(error: Exception) -> str:
-    """What went wrong, in a few words."""
-    if isinstance(error, urllib.error.HTTPError):
-        return f"HTTP {error.code} {error.reason}"
+        passing = error.code >= 500 or error.code == 429  # too many requests
+        return f"HTTP {error.code} {error.reason}", passing
     if isinstance(error, TimeoutError):
-        return f"nothing came for {TIMEOUT} seconds"
+        return f"nothing came for {TIMEOUT} seconds", True
     cause = getattr(error, "reason", error)  # a URLError wraps what happened
-    return getattr(cause, "strerror", None) or str(cause)
+    passing = isinstance(error, ConnectionError | http.client.HTTPException)
+    return getattr(cause, "strerror", None) or str(cause), passing
 
 
 # ------------------------------------------------------------------------------- files

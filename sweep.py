@@ -116,8 +116,7 @@ def main(argv: list[str]) -> int:
     chosen = resolve(SweepSettings, argv, __doc__, "config", field=make_field)
     folder = sweep_folder(chosen)
     if chosen.compare:
-        places = filter(lambda path: not path.is_file(), map(Path, chosen.compare))
-        compare(list(places), folder)  # out/sweep/* names results.csv too
+        compare([path for path in map(Path, chosen.compare) if not path.is_file()], folder)
         return 0
     threads = max(1, torch.get_num_threads() // chosen.jobs)
     with locked(folder):
@@ -196,8 +195,9 @@ def time_left(run: Run, measured: Callable[[TrainSettings], tuple[float, float]]
     if problems := [message for _, message in run.settings.conflicts()]:
         raise UserError("; ".join(problems))
     # What makes no difference to the speed is made equal, so that it is measured once.
-    alike = {"seed": 0, "out_dir": None, "learning_rate": 1e-9, "min_lr": 0.0, "warmup_iters": 0}
-    update, evaluation = measured(dataclasses.replace(run.settings, **alike))
+    rates = {"learning_rate": 1e-9, "muon_lr": 1e-9, "min_lr": 0.0, "warmup_iters": 0}
+    alike = dataclasses.replace(run.settings, seed=0, out_dir=None, **rates)
+    update, evaluation = measured(alike)
     left = run.settings.max_iters - run.step
     return STARTING + left * update + (1 + left // run.settings.eval_interval) * evaluation
 
@@ -240,8 +240,8 @@ def train_all(runs: list[Run], jobs: int, threads: int, interrupt: Interrupt) ->
     try:
         while (waiting or running) and not interrupt.signal:
             while waiting and len(running) < jobs:
+                waiting[-1].process = start(waiting[-1], threads)
                 running.append(waiting.pop())
-                running[-1].process = start(running[-1], threads)
             time.sleep(POLL)
             for run in running:
                 follow(run, bar)

@@ -28,7 +28,7 @@ from batches import Dataset, TrainingBatches, check_lengths, evaluation_batches,
 from checkpoint import build_model, clear, load_checkpoint, locked, save_checkpoint, write_text
 from generate import write
 from model import ModelConfig, Transformer
-from optimizer import make_optimizer, make_schedule
+from optimizer import make_optimizers, make_schedule
 from plots import loss_curves
 from prepare import ensure_dataset
 from settings import ROOT, ModelSettings, TrainSettings, UserError, listing, resolve, run
@@ -72,7 +72,10 @@ def run_folder(settings: TrainSettings) -> Path:
 
 def check_architecture(settings: TrainSettings, saved: dict[str, Any]) -> None:
     """Raises UserError for each setting that contradicts the weights or the batches so far."""
-    fixed = {field.name for field in dataclasses.fields(ModelSettings)} - {"dropout"} | {"seed"}
+    fixed = {field.name for field in dataclasses.fields(ModelSettings)} - {"dropout"} | {
+        "seed",
+        "optimizer",
+    }
     new, old = vars(settings), saved["settings"]
     problems = [
         f"{name} = {new[name]}: the run to resume has {old[name]}; leave it so, or start another"
@@ -181,8 +184,8 @@ class Training:
         self.model = Transformer(config) if saved is None else build_model(
             saved | {"model_config": vars(config)}, self.folder / "last.pt")[0]  # fmt: skip
         self.model.to(device)
-        self.optimizer = make_optimizer(self.model, settings, saved and saved["optimizer"])
-        self.schedule = make_schedule(self.optimizer, settings, self.step)
+        self.optimizers = make_optimizers(self.model, settings, saved and saved["optimizers"])
+        self.schedules = [make_schedule(one, settings, self.step) for one in self.optimizers]
         half = self.dtype == torch.float16 and device.type == "cuda"
         self.scaler = torch.amp.GradScaler("cuda", enabled=half)
         self.batches = TrainingBatches(
@@ -208,10 +211,10 @@ class Training:
         total, first = self.settings.max_iters, self.step
         bar = tqdm(total=total, initial=first, unit="step", disable=None)  # None: off in a pipe
         with bar:
-            while not interrupt.signal:
-                if self.is_due():
+            while True:
+                if self.is_due() and not (interrupt.signal and self.history):
                     self.evaluate(bar)
-                if is_done(self.step, self.history, self.settings):
+                if interrupt.signal or is_done(self.step, self.history, self.settings):
                     break
                 self.update()
                 bar.update()
@@ -234,15 +237,17 @@ class Training:
                 loss = self.forward(inputs, targets)[1] / parts
             self.scaler.scale(loss).backward()
             total += loss.detach()
-        self.scaler.unscale_(self.optimizer)
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)
         weights = list(self.model.parameters())
         norm = nn.utils.get_total_norm([weight.grad for weight in weights])
         if self.settings.grad_clip is not None:
             nn.utils.clip_grads_with_norm_(weights, self.settings.grad_clip, norm)
-        self.scaler.step(self.optimizer)
+        for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
+            self.scaler.step(optimizer)
+            optimizer.zero_grad(set_to_none=True)
+            schedule.step()
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.schedule.step()
         self.step += 1
         self.unseen.append(torch.stack((total, norm)))
         self.seconds += time.perf_counter() - began
@@ -265,7 +270,7 @@ class Training:
     def diverged(self, what: str) -> UserError:
         """The error that stops a run whose numbers have left the scale."""
         return UserError(
-            f"{what}, learning rate {self.rate():g}: lower learning_rate or set grad_clip = 1; "
+            f"{what}, learning_rate {self.settings.learning_rate:g}: lower it or set grad_clip; "
             f"what was saved before in {self.folder} is untouched"
         )
 
@@ -298,11 +303,11 @@ class Training:
         self.history.append(row)
         if is_done(self.step, self.history, self.settings):
             row["whole_val_loss"] = self.loss_of(self.data.val, None)
+        self.save()
         bar.write(
             f"step {self.step}: train {train_loss:.4f}, validation {val_loss:.4f} nats "
             f"({row['bits_per_character']:.3f} bits a character)\n{indent(row['sample'])}"
         )
-        self.save()
 
     @torch.no_grad()
     def loss_of(self, tokens: np.ndarray, windows: int | None) -> float:
@@ -319,13 +324,12 @@ class Training:
         return float(np.average(torch.stack(losses).tolist(), weights=counts))
 
     def save(self) -> None:
-        """Writes the run's files; best.pt first, so that last.pt never promises a better one."""
+        """Writes the run's files; last.pt last: what a kill leaves out is made again from it."""
         if not all(weight.isfinite().all() for weight in self.model.parameters()):
             raise self.diverged(f"a weight is not finite at step {self.step}")
         state = self.state()
         if is_evaluated(self.step, self.history) and best_row(self.history) is self.history[-1]:
             save_checkpoint(state, self.folder / "best.pt")
-        save_checkpoint(state, self.folder / "last.pt")
         described = self.settings.record() | {"text": self.text}
         write_text(self.folder / "settings.json", json.dumps(described, indent=2) + "\n")
         write_text(self.folder / "log.csv", log_table(self.history))
@@ -333,6 +337,7 @@ class Training:
         write_text(self.folder / "samples.txt", "\n".join(samples))
         if self.history:
             self.draw()
+        save_checkpoint(state, self.folder / "last.pt")
 
     def draw(self) -> None:
         """Draws loss.png, where there is matplotlib."""
@@ -352,7 +357,7 @@ class Training:
             "batch_loss": self.batch_loss,
             "seconds": self.seconds,
             "history": self.history,
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "scaler": self.scaler.state_dict(),
             "served": self.batches.served,
             "random": machine.random_state(self.device),
@@ -360,7 +365,7 @@ class Training:
 
     def rate(self) -> float:
         """The learning rate of the next update."""
-        return self.schedule.get_last_lr()[0]
+        return self.schedules[0].get_last_lr()[0]
 
     def tokens_per_step(self) -> int:
         """Tokens that one update learns from."""

@@ -1,4 +1,4 @@
-"""The tutorial's model and schedule, on the tales of Grimm and Andersen: a run of hours on a CPU."""
+"""The tutorial's model and schedule, on the tales of Grimm and Andersen: hours on a CPU."""
 
 dataset = "fairy_tales"  # fetched once, from Project Gutenberg: #2591 and #27200
 
@@ -6,9 +6,7 @@ n_layer = 4  # deep enough to learn spelling, words and the ways of a sentence
 n_head = 3  # 64 numbers a head
 n_embd = 192  # 1.8 million parameters, with about as many characters of text to learn from
 block_size = 128  # a sentence or two of context
-dropout = (
-    0.4  # the text is passed over eighteen times, and should not be learned by heart
-)
+dropout = 0.4  # the text is passed over eighteen times, and should not be learned by heart
 
 batch_size = 64  # 8192 characters an update
 max_iters = 10000

@@ -1,4 +1,4 @@
-"""The rules of checkpoint.py: a file is whole or as it was, and no file runs code or passes unseen."""
+"""The rules of checkpoint.py: a file is whole or as it was, and none runs code or passes unseen."""
 
 import contextlib
 import errno
@@ -180,12 +180,14 @@ def test_a_folder_that_may_not_be_written(open_folder):
         os.chmod(open_folder, 0o555)
         message = refusal(path, lambda path: save_checkpoint(small(), path))
         assert message == "Permission denied; what was saved there before is untouched"
-        with pytest.raises(UserError, match=r"^\S+: Permission denied; choose another"), locked(
-            open_folder
+        with (
+            pytest.raises(UserError, match=r"^\S+: Permission denied; choose another"),
+            locked(open_folder),
         ):
             pass
-        with pytest.raises(UserError, match=r"runs/new: Permission denied; choose another"), locked(
-            open_folder / "runs" / "new"
+        with (
+            pytest.raises(UserError, match=r"runs/new: Permission denied; choose another"),
+            locked(open_folder / "runs" / "new"),
         ):
             pass
         os.chmod(open_folder, 0o755)
@@ -248,7 +250,7 @@ def test_a_process_killed_while_it_saves_leaves_a_whole_file(tmp_path):
 
 
 def test_the_order_of_the_writing(tmp_path, monkeypatch):
-    """On the disk before it takes the name, or a power cut could leave an empty file of that name."""
+    """On the disk before it takes the name, or a power cut could leave it with nothing in it."""
     calls = []
     for name in ("fsync", "replace"):
         call = getattr(os, name)
@@ -292,7 +294,7 @@ def test_clearing_takes_only_what_a_run_wrote(tmp_path):
 
 def test_the_newest_run_is_that_written_last(tmp_path):
     """At any depth; a folder without a checkpoint does not count."""
-    with pytest.raises(UserError, match="no run in it; train one: python train.py"):
+    with pytest.raises(UserError, match="no run in it; train one: python train"):
         newest_run(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="no run in it"):
@@ -466,7 +468,7 @@ WEIGHTS = small()["model"]
          "blocks.1.attention.query_key_value.weight is missing; ..."),
         ({"model_config": CONFIG | {"n_heads": 3}}, "its model is none of this version's: "),
         ({"model_config": CONFIG | {"n_head": 3}}, "its model is none of this version's: n_head 3"),
-        ({"model_config": CONFIG | {"feed_forward": "tanh"}}, "its model is none of this version's"),
+        ({"model_config": CONFIG | {"feed_forward": "tanh"}}, "its model is none of this"),
         ({"model_config": CONFIG | {"vocab_size": "3"}}, "its model is none of this version's"),
         ({"model_config": CONFIG | {"n_embd": -4}}, "its model is none of this version's"),
         ({"model_config": None}, "its model is none of this version's"),
@@ -503,7 +505,7 @@ def test_a_checkpoint_of_a_gpu_loads_on_the_cpu(tmp_path, monkeypatch):
 
 def start(folder, data_dir, *argv):
     """A small training, in a process of its own; returns once it begins."""
-    options = "--max_iters 240 --eval_interval 2 --warmup_iters 50 --batch_size 12".split()
+    options = ["--max_iters=240", "--eval_interval=2", "--warmup_iters=50", "--batch_size=12"]
     places = ["--data_dir", str(data_dir), "--out_dir", str(folder)]
     setup = (
         "import sys, train; train.SAMPLE_LENGTH = 8; train.loss_curves = lambda *_: None; "

@@ -1,4 +1,4 @@
-"""The rules of device.py; what needs an accelerator is told by stand-ins, or skipped where none is."""
+"""The rules of device.py; stand-ins play the accelerators, and what needs a real one is skipped."""
 
 import warnings
 
@@ -197,13 +197,19 @@ def test_the_random_state_of_a_gpu_is_kept_with_the_cpus(monkeypatch):
 )
 def test_out_of_memory_becomes_advice(error):
     """Whichever of three ways it comes about."""
-    with pytest.raises(UserError, match="^out of memory: lower it$"), machine.memory_advice("lower it"):
+    with (
+        pytest.raises(UserError, match=r"^out of memory: lower it$"),
+        machine.memory_advice("lower it"),
+    ):
         raise error
 
 
 def test_memory_really_gone_becomes_advice():
     """More than any machine has: torch's own words for it must be known."""
-    with pytest.raises(UserError, match="^out of memory: lower it$"), machine.memory_advice("lower it"):
+    with (
+        pytest.raises(UserError, match=r"^out of memory: lower it$"),
+        machine.memory_advice("lower it"),
+    ):
         torch.empty(2**50)
 
 

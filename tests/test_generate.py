@@ -289,6 +289,12 @@ def test_log_probabilities_are_the_models_own():
             text.append(token)
 
 
+def test_the_smallest_temperature_is_greedy():
+    """Drawn in float64: in float32 a temperature of 1e-300 is 0, and divides 0 by 0."""
+    coldest = generate(make(), [[1]], [1], 20, Sampling(temperature=1e-300))
+    assert tokens_of(coldest) == tokens_of(generate(make(), [[1]], [1], 20, GREEDY))
+
+
 def test_streams_are_the_rows_own():
     """The same seed gives the same text whatever ran before, and moves no one else's stream."""
     model = make()

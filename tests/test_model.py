@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 import model as model_file
-from model import KVCache, ModelConfig, Transformer
+from model import Dropout, KVCache, ModelConfig, MultiHeadAttention, Transformer
 
 SMALL = ModelConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=16, dropout=0.0)
 ANOTHER = {
@@ -163,6 +163,15 @@ def test_untrained_loss_is_that_of_a_guess(vocab_size, tied):
     tokens = torch.randint(vocab_size, (8, 129))
     _, loss = model(tokens[:, :-1], tokens[:, 1:])
     assert abs(loss.item() - math.log(vocab_size)) < 0.25
+
+
+def test_what_and_where_begin_at_one_scale():
+    """Sines of size 1 on tied embeddings of size 0.02: the model saw positions, and no tokens."""
+    for options in COMBINATIONS:
+        model = make(**options)
+        if model.position_embedding is not None:
+            where = model.position_embedding(torch.arange(8)).std()
+            assert 0.3 < where / model.token_embedding.weight.std() < 3, options
 
 
 def test_loss_is_the_mean_negative_log_probability():
@@ -444,3 +453,49 @@ def test_cross_entropy_ignores_nothing():
     model, zeros = make(), torch.zeros(1, 4, dtype=torch.long)
     logits, loss = model(zeros, zeros)
     torch.testing.assert_close(loss, F.cross_entropy(logits[0], zeros[0]))
+
+
+@pytest.mark.parametrize("p", [0.1, 0.4, 0.5, 0.9])
+def test_dropout_drops_a_share_p_and_keeps_the_mean(p):
+    """Masks cut from 64-bit draws: the share within five standard deviations, runs as by chance."""
+    torch.manual_seed(1)
+    count = 1_000_003  # not a multiple of four
+    y = Dropout(p).train()(torch.ones(count))
+    kept = y > 0
+    assert kept.float().mean().item() == pytest.approx(1 - p, abs=5 * (p * (1 - p) / count) ** 0.5)
+    assert y[kept].unique().tolist() == pytest.approx([1 / (1 - p)], rel=1e-3)
+    assert y.mean().item() == pytest.approx(1, abs=5 * (p / (1 - p) / count) ** 0.5)
+    for distance in (1, 2, 3, 4, 5):  # neighbours share a draw, and are to be independent
+        both = (kept[:-distance] & kept[distance:]).float().mean().item()
+        assert both == pytest.approx((1 - p) ** 2, abs=5 / count**0.5)
+
+
+def test_dropout_takes_its_masks_from_the_seeded_stream_and_passes_gradients():
+    """The same seed gives the same mask, the next draw another; the gradient is the mask."""
+    x = torch.randn(7, 5, requires_grad=True)
+    dropout = Dropout(0.4).train()
+    torch.manual_seed(3)
+    first, second = dropout(x), dropout(x)
+    torch.manual_seed(3)
+    assert torch.equal(dropout(x), first)
+    assert not torch.equal(first == 0, second == 0)
+    first.sum().backward()
+    torch.testing.assert_close(x.grad * x.detach(), first.detach())
+
+
+def test_dropout_is_off_outside_training_and_at_zero():
+    """Nothing is drawn, nothing changed."""
+    x = torch.randn(4, 4)
+    assert Dropout(0.4).eval()(x) is x or torch.equal(Dropout(0.4).eval()(x), x)
+    assert torch.equal(Dropout(0.0).train()(x), x)
+
+
+def test_dropped_attention_is_the_library_s_on_average():
+    """The path that is taken with dropout on a CPU agrees with the fused one but for the masks."""
+    torch.manual_seed(1)
+    attention = MultiHeadAttention(
+        ModelConfig(5, n_head=2, n_embd=8, dropout=1e-9)
+    ).train()  # rounds to no mask at all
+    x = torch.randn(2, 8, attention.config.n_embd)
+    by_hand = attention(x)
+    torch.testing.assert_close(by_hand, attention.eval()(x), atol=1e-5, rtol=1e-4)

@@ -1,4 +1,4 @@
-"""prepare.py: texts read, cleaned, cut into paragraphs, split and stored; and downloads."""
+"""prepare.py: texts read, cut into paragraphs, split and stored; its command line."""
 
 import errno
 import hashlib
@@ -9,9 +9,7 @@ import re
 import socket
 import subprocess
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,8 +18,9 @@ import pytest
 
 import prepare
 import settings
-from prepare import Book, PrepareSettings, Source, ensure_dataset, strip_gutenberg
+from prepare import PrepareSettings, ensure_dataset
 from settings import UserError, resolve
+from sources import Book, Source
 from tokenizer import load_tokenizer
 
 STORY = "".join(f"Line {i} of a tale about a fox, a well and a lantern.\n" for i in range(300))
@@ -92,7 +91,7 @@ def plain_paragraphs(text: str, min_words: int) -> list[str]:
     "letters", ["ab \n", "a \n\n\n", "春眠不\n", "a\xa0\u3000\x1c\x85\u2028\v\f\n ", "𝄞é \n", "ab "]
 )
 def test_paragraphs_are_those_of_the_plain_rule(monkeypatch, block, letters):
-    """Also where a word, a line or a paragraph crosses from one block of the text to the next."""
+    """And its ids are those of its characters, in however many blocks they are found."""
     monkeypatch.setattr(prepare, "BLOCK", block)
     for seed in range(30):
         choose = random.Random(seed)
@@ -101,7 +100,7 @@ def test_paragraphs_are_those_of_the_plain_rule(monkeypatch, block, letters):
         tokenizer, ids = prepare.encode(text)
         assert tokenizer.decode(ids) == text
         assert tokenizer.characters == "".join(sorted(set(text)))
-        starts = prepare.paragraph_starts(ids, tokenizer, min_words).tolist()
+        starts = prepare.paragraph_starts(text, min_words).tolist()
         found = [text[a:b] for a, b in pairwise(starts)]
         assert found == plain_paragraphs(text, min_words)
 
@@ -183,8 +182,8 @@ def test_byte_order_mark_and_line_ends_make_no_difference(tmp_path):
     marked = make(tmp_path, b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode(), name="marked")
     mac = make(tmp_path, text.replace("\n", "\r"), name="mac")
     for folder in (marked, mac):
-        for name in prepare.ARRAYS:
-            assert (folder / name).read_bytes() == (plain / name).read_bytes()
+        for path in plain.glob("*.npy"):
+            assert (folder / path.name).read_bytes() == path.read_bytes()
         assert stored(folder)[1]["fingerprint"] == stored(plain)[1]["fingerprint"]
         assert stored(folder)[1]["tokenizer"] == stored(plain)[1]["tokenizer"]
 
@@ -258,108 +257,7 @@ def test_meta_tells_of_each_source(tmp_path):
     assert (meta["format"], meta["name"]) == (1, "mine")
 
 
-# ------------------------------------------------------------------------------- Gutenberg
-
-HEADER = (
-    "The Project Gutenberg EBook of Tales, by Nobody\n\nThis eBook is for the use of anyone\n\n"
-)
-START = "*** START OF THIS PROJECT GUTENBERG EBOOK TALES ***\n"
-CLOSING = "End of Project Gutenberg's Tales, by\nNobody\n"
-END = "*** END OF THIS PROJECT GUTENBERG EBOOK TALES ***\n"
-TERMS = "Updated editions will replace it.\n\nProject Gutenberg's terms\nare these.\n\n\n" * 9
-FULL = "*** START: FULL LICENSE ***\n\nTHE FULL PROJECT GUTENBERG LICENSE\nPLEASE READ IT\n" + TERMS
-BOOK = "TALES\n\n  Once there was a fox.\n\nProduced by hand, it ended.\n"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        HEADER + START + BOOK + CLOSING + END + FULL,
-        HEADER + START + "\n\nProduced by A. B. and\nthe others\n\n\n" + BOOK + "\n\n" + CLOSING,
-        HEADER + START + "E-text prepared by A. B.\n\n" + BOOK + END,
-        HEADER + START + "This etext was prepared by A. B.\n\n" + BOOK + "\n" + END + FULL,
-        HEADER + "*** START OF THE PROJECT GUTENBERG EBOOK TALES ***\n" + BOOK
-        + "*** END OF THE PROJECT GUTENBERG EBOOK TALES ***\n" + TERMS,
-        HEADER + "***START OF THE PROJECT GUTENBERG EBOOK TALES***\n\n" + BOOK
-        + "***END OF THE PROJECT GUTENBERG EBOOK TALES***\n" + FULL,
-        HEADER + "*** START OF THE PROJECT GUTENBERG EBOOK TALES\nOF OLD ***\n" + BOOK + END,
-        HEADER + "*** START OF THE PROJECT GUTENBERG EBOOK TALES\n\n" + BOOK + END,
-        HEADER + "*END*THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.04.29.93*END*\n\n" + BOOK
-        + "\n\nEnd of The Project Gutenberg Etext of Tales, by Nobody\n",
-        "***START**THE SMALL PRINT!**FOR PUBLIC DOMAIN ETEXTS**START***\nWhy is this here?\n"
-        "*END THE SMALL PRINT! FOR PUBLIC DOMAIN E-BOOKS*Ver.02.11.02*END*\n" + BOOK
-        + "The End of the Project Gutenberg Etext of Tales",
-        START + BOOK,
-        HEADER + START + BOOK,
-        BOOK + CLOSING,
-        BOOK + END + FULL,
-        BOOK + END + TERMS,
-        BOOK + CLOSING + END + TERMS + FULL,
-        BOOK + FULL,
-        BOOK + CLOSING + FULL,
-        BOOK + CLOSING + "\nThis file should be named tales.txt\n\n" + END,
-        BOOK + "THE FULL PROJECT GUTENBERG™ LICENSE\n" + TERMS,
-        BOOK + "\n\n" + CLOSING.strip(),
-    ],
-)  # fmt: skip
-def test_what_is_gutenbergs_is_cut_in_every_form(text):
-    """Old and new markers, headers without footers and the reverse, a licence after the end."""
-    parts, cut = strip_gutenberg(text)
-    assert parts == [BOOK]
-    assert cut
-
-
-def test_text_without_markers_is_untouched():
-    for text in ("\n\n" + BOOK + "\n\n\n", BOOK + "The End of the tale of Gutenberg\n\n", ""):
-        assert strip_gutenberg(text) == ([text], [])
-
-
-def test_credits_are_cut_only_behind_a_header():
-    assert strip_gutenberg("Prepared by a cook.\n" + CLOSING)[0] == ["Prepared by a cook.\n"]
-
-
-def test_several_books_in_one_file_are_all_kept():
-    """Cutting from the first footer to the end lost 49 of 50 books that were joined in one file."""
-    whole = HEADER + START + BOOK + CLOSING + END + FULL
-    assert strip_gutenberg(whole * 3)[0] == [BOOK] * 3
-    assert strip_gutenberg((BOOK + CLOSING + "\n\n") * 3)[0] == [BOOK] * 3
-    assert strip_gutenberg(BOOK + CLOSING + whole + whole)[0] == [BOOK] * 3
-
-
-def test_what_was_cut_is_counted():
-    header = HEADER + START
-    _, cut = strip_gutenberg(header + BOOK + CLOSING + END + FULL)
-    assert cut == [
-        f"{len(header)} characters of header",
-        f"{len(CLOSING)} characters of closing",
-        f"{len(END + FULL)} characters of licence",
-    ]
-
-
-@pytest.mark.parametrize(
-    "name, characters, distinct, first, last",
-    [
-        ("pg2591_grimm.txt", 520738, 78, "FAIRY TALES\n\nBy The Brothers Grimm", "ever\nsince.\n"),
-        ("pg27200_andersen.txt", 1996066, 79, "FAIRY TALES OF HANS CHRISTIAN", 'be all wrong."\n'),
-        (
-            "pg1597_andersen.txt",
-            299318,
-            79,
-            "ANDERSEN'S FAIRY TALES\n\nBy Hans",
-            "the RED SHOES.\n",
-        ),
-        ("de_grimm_bom_crlf.txt", 420729, 88, "\n                      ", "Wilhelm Carl Grimm]\n"),
-        ("zh_tang_poems.txt", 942681, 5387, "寒随穷律变", "旧话成重省。"),
-        ("tinyshakespeare.txt", 1115394, 65, "First Citizen:\nBefore", "Whiles thou art waking.\n"),
-    ],
-)
-def test_real_texts(texts, tmp_path, name, characters, distinct, first, last):
-    folder = make(tmp_path, (texts / name).read_bytes(), split="position")
-    text = text_of(folder)
-    assert (len(text), len(set(text))) == (characters, distinct)
-    assert text.startswith(first)
-    assert text.endswith(last)
-    assert not re.search("gutenberg|\ufeff|\r", text, re.IGNORECASE)
+# ------------------------------------------------------------------------------- real texts
 
 
 def test_shakespeare_is_split_as_nanogpt_does(texts, tmp_path):
@@ -424,7 +322,7 @@ def test_another_text_or_setting_is_refused_until_one_insists(tmp_path, change):
     assert stored(folder)[1]["fingerprint"] != fingerprint
 
 
-@pytest.mark.parametrize("name", [*prepare.ARRAYS, "meta.json"])
+@pytest.mark.parametrize("name", [*(f"{name}.npy" for name in prepare.ARRAYS), "meta.json"])
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 50)])
 def test_damaged_folder_is_made_anew(tmp_path, name, damage):
     """train.py sends the user here for it; "prepared already" would be no help."""
@@ -562,141 +460,32 @@ def test_offline_fairy_tales_fall_back_on_the_tales(root):
         ensure_dataset("shakespeare", None, offline=True)
 
 
-# ------------------------------------------------------------------------------- downloads
-
-PAGE = STORY.encode()
-
-
-class Answers(BaseHTTPRequestHandler):
-    """Answers a request with what the server has under that path: a body, a code or a habit."""
-
-    def do_GET(self):
-        self.server.asked.append(self.path)
-        answer = self.server.answers[self.path]
-        if callable(answer):
-            answer(self)
-        elif isinstance(answer, int):
-            self.send_error(answer)
-        else:
-            send(self, answer)
-
-    def log_message(self, *args):
-        pass
-
-
-def send(handler, body: bytes, length: int | None = None) -> None:
-    """Sends a body, announced to be of some length; -1 announces none."""
-    handler.send_response(200)
-    if length != -1:
-        handler.send_header("Content-Length", str(len(body) if length is None else length))
-    handler.end_headers()
-    handler.wfile.write(body)
-
-
-@pytest.fixture
-def server(monkeypatch):
-    """A server on this machine that has the two addresses of a book; tries follow at once."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        server.answers, server.asked, server.closing = {}, [], threading.Event()
-        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
-        place = f"http://127.0.0.1:{server.server_port}"
-        use_addresses(monkeypatch, f"{place}/first", f"{place}/second")
-        yield server
-        server.closing.set()
-        server.shutdown()
-
-
 def use_addresses(monkeypatch, *addresses: str) -> None:
     """Points fairy_tales at one made-up book with these addresses."""
     book = Book("fox.txt", "The Fox", len(STORY), "a tale about a fox", addresses)
     monkeypatch.setitem(prepare.SOURCES, "fairy_tales", Source("a fox", (book,)))
-    monkeypatch.setattr(prepare, "PAUSES", (0, 0.001, 0.002))
-    monkeypatch.setattr(prepare, "TIMEOUT", 0.1)
 
 
-def fetched() -> str:
-    """Prepares the made-up book and gives back its text."""
-    return text_of(prepare.prepare(PrepareSettings(source="fairy_tales", split="position")))
+def test_book_in_the_cache_needs_no_network(root, monkeypatch):
+    use_addresses(monkeypatch)
+    (root / "data" / "cache").mkdir()
+    (root / "data" / "cache" / "fox.txt").write_text(STORY, "utf-8")
+    folder, message = ensure_dataset("fairy_tales", None, offline=True)
+    assert (folder, message) == (root / "data" / "fairy_tales", None)
+    assert stored(folder)[1]["sources"][0]["name"] == "fox.txt"
 
 
-def test_book_is_fetched_cleaned_and_kept(server, root):
-    """What the cache holds is what was sent, so that better cleaning needs no new download."""
-    sent = (HEADER + START + STORY + END + FULL).replace("\n", "\r\n").encode("utf-8-sig")
-    server.answers = {"/first": sent}
-    assert fetched() == STORY
-    assert (root / "data" / "cache" / "fox.txt").read_bytes() == sent
-    assert [path.name for path in (root / "data" / "cache").iterdir()] == ["fox.txt"]
-    assert stored(root / "data" / "fairy_tales")[1]["sources"][0]["name"] == "fox.txt"
-
-
-def test_second_run_takes_the_cache(server, root):
-    server.answers = {"/first": PAGE}
-    fetched()
-    (root / "data" / "fairy_tales" / "meta.json").unlink()
-    fetched()
-    assert server.asked == ["/first"]
-    assert ensure_dataset("fairy_tales", None, offline=True)[1] is None
-
-
-def stall(handler) -> None:
-    send(handler, PAGE[:500], len(PAGE))
-    handler.server.closing.wait(5)
-
-
-HTML = b"<!DOCTYPE html>\n<html><body>Log in: a tale about a fox</body></html>" * 200
-FAULTS = {
-    "missing": (404, 1, "HTTP 404"),
-    "server error": (503, 3, "HTTP 503"),
-    "empty": (b"", 1, "nothing but blanks"),
-    "truncated": (lambda h: send(h, PAGE[:-9], len(PAGE)), 3, "the last 9 of"),
-    "cut short": (lambda h: send(h, PAGE[:500], -1), 1, "not the whole of The Fox: 500 characters"),
-    "html": (HTML, 1, "a page of HTML"),
-    "another": (PAGE.replace(b"fox", b"cat"), 1, "not The Fox"),
-    "not text": (b"\xff" + PAGE, 1, "byte 0 .ff. is not utf-8"),
-    "stalled": (stall, 3, "nothing came for 0.1 seconds"),
-    "no answer": (lambda h: h.server.closing.wait(5), 3, "nothing came for 0.1 seconds"),
-    "hung up": (lambda h: h.wfile.write(b"what"), 3, "what"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faulty_download_is_never_used(server, root, fault):
-    """The second address serves it; what may pass is tried three times before that."""
-    answer, tries, _ = FAULTS[fault]
-    server.answers = {"/first": answer, "/second": PAGE}
-    assert fetched() == STORY
-    assert server.asked == ["/first"] * tries + ["/second"]
-    assert (root / "data" / "cache" / "fox.txt").read_bytes() == PAGE
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_failed_download_is_told_and_leaves_nothing(server, root, fault):
-    answer, tries, message = FAULTS[fault]
-    server.answers = {"/first": answer, "/second": 404}
-    with pytest.raises(prepare.Unavailable, match=f"The Fox: .*/first: .*{message}.*/second: HTTP"):
-        fetched()
-    assert not list((root / "data").glob("cache/*"))
-    assert not (root / "data" / "fairy_tales").exists()
-    assert len(server.asked) == tries + 1
-
-
-def test_passing_fault_is_tried_again_after_growing_pauses(server, monkeypatch):
-    pauses = []
-    monkeypatch.setattr(time, "sleep", pauses.append)
-    replies = iter([503, lambda h: send(h, PAGE[:9], 99), PAGE])
-
-    def reply(handler):
-        answer = next(replies)
-        if isinstance(answer, int):
-            handler.send_error(answer)
-        elif callable(answer):
-            answer(handler)
-        else:
-            send(handler, answer)
-
-    server.answers = {"/first": reply}
-    assert fetched() == STORY
-    assert pauses == list(prepare.PAUSES)
+def test_book_from_a_file_is_not_fetched_but_checked(tmp_path, monkeypatch):
+    use_addresses(monkeypatch)
+    (tmp_path / "a.txt").write_text(STORY, "utf-8")
+    (tmp_path / "b.txt").write_text(STORY.replace("fox", "cat"), "utf-8")
+    right, wrong = (
+        PrepareSettings(source="fairy_tales", from_=(str(tmp_path / name),), split="position")
+        for name in ("a.txt", "b.txt")
+    )
+    assert text_of(prepare.prepare(right)) == STORY
+    with pytest.raises(UserError, match=r"b\.txt: not The Fox"):
+        prepare.prepare(wrong)
 
 
 def test_without_a_network_it_gives_up_at_once(monkeypatch, root):
@@ -709,6 +498,7 @@ def test_without_a_network_it_gives_up_at_once(monkeypatch, root):
     monkeypatch.setattr(time, "sleep", tries.append)
     folder, message = ensure_dataset("fairy_tales", None, offline=False)
     assert folder == root / "data" / "tales"
+    assert not (root / "data" / "fairy_tales").exists()
     assert tries == [0, 0]
     assert f"http://127.0.0.1:{port}/a: Connection refused" in message
     assert "http://no-such-host.invalid/b: " in message
