@@ -318,9 +318,10 @@ def is_prepared(folder: Path, wanted: dict) -> bool:
 def read_meta(folder: Path) -> dict:
     """What the folder's meta.json says; nothing if there is none, or it is damaged."""
     try:
-        return json.loads((folder / "meta.json").read_text("utf-8"))
+        meta = json.loads((folder / "meta.json").read_text("utf-8"))
     except (OSError, ValueError):
         return {}
+    return meta if isinstance(meta, dict) else {}
 
 
 # ------------------------------------------------------------------------------- telling of it

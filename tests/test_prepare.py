@@ -323,7 +323,10 @@ def test_another_text_or_setting_is_refused_until_one_insists(tmp_path, change):
 
 
 @pytest.mark.parametrize("name", [*(f"{name}.npy" for name in prepare.ARRAYS), "meta.json"])
-@pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 50)])
+@pytest.mark.parametrize(
+    "damage",
+    [Path.unlink, lambda path: os.truncate(path, 50), lambda path: path.write_text("[]", "utf-8")],
+)
 def test_damaged_folder_is_made_anew(tmp_path, name, damage):
     """train.py sends the user here for it; "prepared already" would be no help."""
     folder = make(tmp_path, STORY)

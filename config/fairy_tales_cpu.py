@@ -1,0 +1,25 @@
+"""Five minutes on two CPU cores, on the tales that ship: the most that so short a run can learn."""
+
+dataset = "tales"  # half a million characters, no download
+
+n_layer = 4
+n_head = 4  # 48 numbers a head
+n_embd = 192  # 1.8 million parameters: a larger model learns more a step, but makes fewer of them
+block_size = 128  # a sentence or two of context
+dropout = 0.0  # in so few passes over the text, little is learned by heart
+
+position = "rope"  # where a character stands, told to queries and keys: learns far faster
+qk_norm = True  # keeps attention steady at high rates
+feed_forward = "relu2"
+
+batch_size = 16  # small: more updates in the time, each from 2048 characters
+max_iters = 1200
+optimizer = "muon"  # twice as far in as many updates as AdamW alone
+muon_lr = 0.03
+learning_rate = 4e-3  # AdamW's, for embeddings, norms and head
+min_lr = 1e-5
+warmup_iters = 20
+beta2 = 0.99  # a short run needs a short memory
+
+eval_interval = 200
+eval_iters = 16  # 33,000 characters of each split
