@@ -88,7 +88,7 @@ class Muon(Optimizer):
         for group in self.param_groups:
             weights = sorted((w for w in group["params"] if w.grad is not None), key=shape_of)
             for _, alike in itertools.groupby(weights, shape_of):
-                self.move(list(alike), **{name: group[name] for name in self.defaults})
+                self.move(list(alike), group["lr"], group["weight_decay"], group["momentum"])
 
     def move(
         self, weights: list[nn.Parameter], lr: float, weight_decay: float, momentum: float

@@ -259,8 +259,13 @@ def read_command_line(
             continue
         texts = [text] if equals else take_values(fields, name, tokens)
         value = checked(fields, name, texts, "", problems)
-        many = isinstance(value, tuple) and isinstance(given.get(name), tuple)
-        given[name] = given[name] + value if many else value
+        adds_up = (
+            name in given
+            and name in fields
+            and fields[name].many
+            and ... not in (value, given[name])
+        )
+        given[name] = given[name] + value if adds_up else value
     return given
 
 

@@ -225,7 +225,9 @@ class Training:
             if interrupt.signal:
                 self.look(bar)
                 self.save()
-        return self.stopped(interrupt.signal) if interrupt.signal else self.finished()
+        if is_done(self.step, self.history, self.settings):
+            return self.finished()
+        return self.stopped(interrupt.signal)
 
     def update(self) -> None:
         """One update of the weights, from gradient_accumulation_steps batches."""

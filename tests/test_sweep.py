@@ -413,18 +413,18 @@ def test_ctrl_c_and_the_same_command_again(tmp_path, data_dir):
     """With real processes: the run under way saves, and is resumed where it was."""
     command = [
         sys.executable, str(REPOSITORY / "sweep.py"), *TINY, "--data_dir", str(data_dir),
-        "--out_dir", str(tmp_path), "--max_iters", "3000", "--eval_interval", "500",
+        "--out_dir", str(tmp_path), "--max_iters", "1500", "--eval_interval", "300",
         "--seed", "1,2",
     ]  # fmt: skip
     first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0)
-    while sweep.last_step(tmp_path / "seed=1") < 500:
+    while sweep.last_step(tmp_path / "seed=1") < 300:
         time.sleep(0.1)
     os.killpg(first.pid, signal.SIGINT)
     told, _ = first.communicate(timeout=60)
     assert first.returncode == 130 and "stopped; to go on from there:" in told
     step = load_checkpoint(tmp_path / "seed=1" / "last.pt")["step"]
-    assert 500 <= step < 3000 and not (tmp_path / "seed=2").exists()
+    assert 300 <= step < 1500 and not (tmp_path / "seed=2").exists()
     second = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert second.returncode == 0
     assert f"seed=1: to be resumed at step {step}," in second.stdout
-    assert [line["steps"] for line in results(tmp_path)] == ["3000", "3000"]
+    assert [line["steps"] for line in results(tmp_path)] == ["1500", "1500"]

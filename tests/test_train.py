@@ -145,6 +145,7 @@ RESUMED = [
     ("--dtype bfloat16 --eval_interval 1", [5]),
     ("--position rope --norm rmsnorm --feed_forward swiglu --tied_embeddings --qk_norm", [5]),
     ("--learning_rate 1 --eval_interval 1 --patience 3", [2]),
+    ("--optimizer muon --warmup_iters 3 --grad_clip 0.5", [2, 7]),
 ]
 
 
@@ -174,7 +175,7 @@ def test_the_comparison_of_runs_can_fail(tiny, straight, tmp_path):
     found = differences(straight("")[0], tmp_path)
     places = (
         "last.pt/model/head.weight",
-        "last.pt/optimizer/state/0/exp_avg",
+        "last.pt/optimizers/0/state/0/exp_avg",
         "last.pt/random/cpu",
     )
     assert {*places, "best.pt/val_loss", "log.csv", "samples.txt"} <= set(found)
@@ -218,6 +219,7 @@ def test_nothing_is_left_to_do(tiny, mine, capsys, max_iters):
         ("--position rope", "position = rope: the run to resume has learned"),
         ("--tied_embeddings", "tied_embeddings = True: the run to resume has False"),
         ("--seed 2", "seed = 2: the run to resume has 1337"),
+        ("--optimizer muon", "optimizer = muon: the run to resume has adamw"),
     ],
 )
 def test_a_setting_that_contradicts_the_weights_is_refused(tiny, mine, argv, problem):
@@ -337,6 +339,38 @@ def test_a_signal_in_the_last_update_loses_nothing(tiny, tmp_path, straight):
     with watched(12):
         assert tiny(tmp_path) == 130
     assert len(log(tmp_path)) == 3
+    assert tiny(tmp_path, "--resume") == 0
+    assert differences(straight("")[0], tmp_path) == []
+
+
+def test_a_reader_that_goes_away_costs_no_evaluation(tiny, tmp_path, monkeypatch):
+    """`train.py | head` ends at the first line that nobody reads; it is saved before it is told."""
+
+    def refuse(_, text):
+        if text.startswith("step 4"):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(train.tqdm, "write", refuse)
+    with pytest.raises(BrokenPipeError):
+        tiny(tmp_path)
+    assert load_checkpoint(tmp_path / "last.pt")["step"] == 4
+
+
+@pytest.mark.parametrize("step", [4, 12])
+def test_what_is_cut_off_while_it_saves_is_made_again(tiny, straight, tmp_path, monkeypatch, step):
+    """last.pt comes after all the others, so that resuming from the one before writes all anew."""
+    save_checkpoint = train.save_checkpoint
+
+    def cut_off(state, path):
+        if path.name == "last.pt" and state["step"] == step:
+            raise KeyboardInterrupt
+        save_checkpoint(state, path)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(train, "save_checkpoint", cut_off)
+        tiny(tmp_path)
+    (tmp_path / "log.csv").write_text("half of it")
+    assert load_checkpoint(tmp_path / "last.pt")["step"] == step - 4
     assert tiny(tmp_path, "--resume") == 0
     assert differences(straight("")[0], tmp_path) == []
 
@@ -771,7 +805,9 @@ COUNTS = [  # the setting, what is otherwise the same, what is changed, and what
     ("max_iters", "", "--max_iters 6", WEIGHTS),
     ("batch_size", "", "--batch_size 5", WEIGHTS),
     ("gradient_accumulation_steps", "", "--gradient_accumulation_steps 2", WEIGHTS),
+    ("optimizer", "", "--optimizer muon", WEIGHTS),
     ("learning_rate", "", "--learning_rate 0.002", WEIGHTS),
+    ("muon_lr", "--optimizer muon", "--muon_lr 0.01", WEIGHTS),
     ("min_lr", "", "--min_lr 0.0005", WEIGHTS),
     ("warmup_iters", "", "--warmup_iters 2", WEIGHTS),
     ("weight_decay", "", "--weight_decay 0.3", WEIGHTS),
