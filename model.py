@@ -261,12 +261,11 @@ class KVCache:
             raise ValueError(f"{start} + {count} tokens; the cache has room for {room}")
         self.layers = [layer.unbind() for layer in self.store[..., :end, :].unbind(1)]
         self.level = min(self.lengths) == start
-        steps = torch.arange(count, device=device)  # (T,)
         slots = torch.arange(end, device=device)  # (S,)
         if self.level:
-            self.mask = None if count == 1 else slots <= (steps + start)[:, None]  # (T, S)
-            return steps + start
-        self.places = torch.tensor(self.lengths, device=device)[:, None] + steps  # (B, T)
+            self.mask = None if count == 1 else slots <= slots[start:, None]  # (T, S)
+            return slots[start:]
+        self.places = torch.tensor(self.lengths, device=device)[:, None] + slots[:count]  # (B, T)
         self.mask = (slots <= self.places[:, :, None])[:, None]  # (B, 1, T, S)
         return self.places
 
