@@ -374,6 +374,8 @@ def show(value: object) -> str:
     """A setting's value as one would write it on the command line."""
     if isinstance(value, tuple):
         return " ".join(map(str, value)) or "none"
+    if value == "":
+        return '""'
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 

@@ -118,6 +118,32 @@ def test_a_text_in_the_place_of_a_path(command, data_dir, tmp_path, main, argv):
     assert code == 2 and "Traceback" not in err and contents(tmp_path) == before
 
 
+@pytest.mark.parametrize(
+    "meta", ["", "[]", "null", "{}", '{"format": 1}', '{"format": 1, "tokenizer": []}']
+)
+def test_a_damaged_text_is_a_line_that_says_to_prepare_it(
+    command, prepare_text, tale, tmp_path, meta
+):
+    """Written by hand, by another program or cut off: no traceback from inside, nothing made."""
+    (prepare_text(tale[:1500], "page", tmp_path) / "page" / "meta.json").write_text(meta, "utf-8")
+    before = contents(tmp_path)
+    argv = [*TINY, "--data_dir", tmp_path, "--out_dir", tmp_path / "run"]
+    code, _, err = command(train.main, *argv)
+    assert code == 2 and len(err.splitlines()) == 1 and "prepare it: python prepare.py" in err
+    assert contents(tmp_path) == before
+
+
+def test_an_error_of_the_system_that_names_no_file_keeps_its_traceback(monkeypatch):
+    """It is none of the user's making, as far as one can tell."""
+
+    def main(_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(OSError, match="Input/output error"):
+        run(main)
+
+
 OPTIMIZED = """
 import contextlib, io, sys
 import train

@@ -343,6 +343,20 @@ def test_a_signal_in_the_last_update_loses_nothing(tiny, tmp_path, straight):
     assert differences(straight("")[0], tmp_path) == []
 
 
+def test_a_signal_in_the_last_evaluation_comes_too_late(tiny, tmp_path, monkeypatch, capsys):
+    """The run is over, and says so: there is nothing to go on with."""
+
+    def interrupted(*_):
+        if (tmp_path / "log.csv").exists() and len(log(tmp_path)) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return "a sample"
+
+    monkeypatch.setattr(train, "write", interrupted)
+    assert tiny(tmp_path) == 0
+    assert load_checkpoint(tmp_path / "last.pt")["step"] == 12
+    assert "stopped" not in capsys.readouterr().out
+
+
 def test_a_reader_that_goes_away_costs_no_evaluation(tiny, tmp_path, monkeypatch):
     """`train.py | head` ends at the first line that nobody reads; it is saved before it is told."""
 
