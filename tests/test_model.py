@@ -271,7 +271,7 @@ def test_sinusoids():
         for position, i in itertools.product(range(8), range(width)):
             angle = position / 10000 ** ((i - i % 2) / (width + width % 2))
             expected = math.cos(angle) if i % 2 else math.sin(angle)
-            assert table[position, i].item() == pytest.approx(expected, abs=1e-6)
+            assert table[position, i].item() == pytest.approx(expected * math.sqrt(2), abs=1e-6)
 
 
 def test_impossible_shapes_are_refused():
