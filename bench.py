@@ -183,11 +183,12 @@ def generation(options: BenchSettings, device: torch.device) -> Iterator[Figure]
     """Tokens a second of writing, for one text and for ten, and of the limit set by the memory."""
     config, length = ModelConfig(VOCABULARY), 100 if options.quick else 500
     model = Transformer(config).to(device).eval()
+    plain = PlainGPT(config).to(device).eval()
     for rows in (1, 10):
         ways = {
             "ours": lambda rows=rows: our_writing(model, rows, length, exact=False),
             "ours, exact": lambda rows=rows: our_writing(model, rows, length, exact=True),
-            "reading all each time": lambda rows=rows: plain_writing(model, rows, length),
+            "plain": lambda rows=rows: plain_writing(plain, rows, length),
         }
         if importlib.util.find_spec("transformers"):
             other = HuggingFace(config, length + 1).to(device).eval()
@@ -246,11 +247,11 @@ def plain_batch(
 
 
 @torch.no_grad()
-def plain_writing(model: Transformer, rows: int, length: int) -> None:
+def plain_writing(model: "PlainGPT", rows: int, length: int) -> None:
     """Every token of the context is read again for each that is written."""
     text = torch.zeros(rows, 1, dtype=torch.long, device=model.token_embedding.weight.device)
     for _ in range(length):
-        logits, _ = model(text[:, -model.config.block_size :])
+        logits, _ = model(text[:, -model.position_embedding.num_embeddings :])
         probabilities = F.softmax(logits[:, -1], dim=-1)
         text = torch.cat((text, torch.multinomial(probabilities, 1)), dim=1)
 
@@ -295,11 +296,15 @@ class PlainGPT(nn.Module):
         self.norm = nn.LayerNorm(config.n_embd)
         self.head = nn.Linear(config.n_embd, config.vocab_size)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits and mean loss."""
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits, and the mean loss if there are targets."""
         positions = torch.arange(tokens.size(1), device=tokens.device)
         x = self.token_embedding(tokens) + self.position_embedding(positions)
         logits = self.head(self.norm(self.blocks(x)))
+        if targets is None:
+            return logits, None
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
