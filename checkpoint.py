@@ -1,7 +1,9 @@
 """Runs on the disk: files written whole or not at all, checkpoints loaded without running code."""
 
 import contextlib
+import csv
 import errno
+import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,6 +151,21 @@ def differences(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor
         if name in found and found[name].shape != weight.shape
     ]
     return differing[:3] + ["..."] * (len(differing) > 3)
+
+
+def best_row(history: list[dict[str, Any]]) -> dict[str, Any]:
+    """The evaluation with the lowest validation loss, the first of equals."""
+    return min(history, key=lambda row: row["val_loss"])
+
+
+def log_table(history: list[dict[str, Any]]) -> str:
+    """The evaluations as CSV, without the samples."""
+    columns = [name for name in history[0] if name != "sample"] if history else []
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(history)
+    return text.getvalue()
 
 
 def newest_run(out: Path) -> Path:

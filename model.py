@@ -309,7 +309,7 @@ def initialize(model: Transformer) -> None:
     Embeddings have unit variance and matrices keep a third of it, as with torch's defaults; what is
     added to the stream of the blocks is scaled by 1 / sqrt(2 n_layer), as in GPT-2. Learned
     positions begin as sinusoids: neighbours alike, so that a head soon finds the character before.
-    Chosen by losses on Grimm and Andersen, see the README.
+    Chosen by losses on Grimm and Andersen: docs/experiments.md has the tries.
     """
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):

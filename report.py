@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 import plots
-from checkpoint import load_checkpoint, load_model, write_text
+from checkpoint import best_row, load_checkpoint, load_model, write_text
 from model import Transformer
 from settings import TrainSettings, arguments, show
 from tokenizer import CharTokenizer
-from train import best_row
 
 PAGE = """<!doctype html>
 <html lang="en">

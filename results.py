@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from checkpoint import build_model, load_checkpoint, write_text
+from checkpoint import best_row, build_model, load_checkpoint, log_table, write_text
 from plots import VALIDATION, draw_curve, label_steps, looks, loss_range, new_figure, save
 from settings import UserError, show
-from train import best_row, log_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

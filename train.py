@@ -4,10 +4,8 @@ usage: python train.py [config/fairy_tales.py] [--setting value ...]
 """
 
 import contextlib
-import csv
 import dataclasses
 import importlib.util
-import io
 import json
 import math
 import shlex
@@ -25,7 +23,16 @@ from tqdm import tqdm
 
 import device as machine
 from batches import Dataset, TrainingBatches, check_lengths, evaluation_batches, load_dataset
-from checkpoint import build_model, clear, load_checkpoint, locked, save_checkpoint, write_text
+from checkpoint import (
+    best_row,
+    build_model,
+    clear,
+    load_checkpoint,
+    locked,
+    log_table,
+    save_checkpoint,
+    write_text,
+)
 from generate import write
 from model import ModelConfig, Transformer
 from optimizer import make_optimizers, make_schedule
@@ -437,11 +444,6 @@ def is_evaluated(step: int, history: list[dict[str, Any]]) -> bool:
     return bool(history) and history[-1]["step"] == step
 
 
-def best_row(history: list[dict[str, Any]]) -> dict[str, Any]:
-    """The evaluation with the lowest validation loss, the first of equals."""
-    return min(history, key=lambda row: row["val_loss"])
-
-
 def is_done(step: int, history: list[dict[str, Any]], settings: TrainSettings) -> bool:
     """Whether nothing is left to do: all updates made and evaluated, or patience at its end."""
     if step > settings.max_iters or (step == settings.max_iters and is_evaluated(step, history)):
@@ -449,16 +451,6 @@ def is_done(step: int, history: list[dict[str, Any]], settings: TrainSettings) -
     if settings.patience is None or not is_evaluated(step, history):
         return False
     return len(history) - 1 - history.index(best_row(history)) >= settings.patience
-
-
-def log_table(history: list[dict[str, Any]]) -> str:
-    """The evaluations as CSV, without the samples."""
-    columns = [name for name in history[0] if name != "sample"] if history else []
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(history)
-    return text.getvalue()
 
 
 def indent(text: str) -> str:
