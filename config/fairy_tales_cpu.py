@@ -13,7 +13,7 @@ qk_norm = True  # keeps attention steady at high rates
 feed_forward = "relu2"
 
 batch_size = 16  # small: more updates in the time, each from 2048 characters
-max_iters = 1200
+max_iters = 1000
 optimizer = "muon"  # twice as far in as many updates as AdamW alone
 muon_lr = 0.03
 learning_rate = 4e-3  # AdamW's, for embeddings, norms and head
@@ -22,4 +22,4 @@ warmup_iters = 20
 beta2 = 0.99  # a short run needs a short memory
 
 eval_interval = 200
-eval_iters = 16  # 33,000 characters of each split
+eval_iters = 10  # 20,000 characters of each split
