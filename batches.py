@@ -113,11 +113,6 @@ class TrainingBatches:
         """Windows in one pass over the text."""
         return len(self.starts)
 
-    @property
-    def epoch(self) -> float:
-        """Passes over the text so far."""
-        return self.served / self.windows_per_epoch
-
     def __iter__(self) -> Iterator[Batch]:
         return self
 

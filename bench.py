@@ -39,7 +39,7 @@ class BenchSettings:
 
     only: tuple[str, ...] = setting(SECTIONS, f"parts to measure, of {', '.join(SECTIONS)}")
     repeats: int = setting(5, "turns that each way takes; the median counts", "[1, inf)")
-    quick: bool = setting(False, "two turns and a fifth of the work: under a minute, and rough")
+    quick: bool = setting(False, "two turns and less work: under a minute, and rough")
     device: str = setting("auto", "auto, cpu, cuda, cuda:N or mps; auto takes the fastest there is")
 
     def conflicts(self) -> Iterator[tuple[set[str], str]]:
@@ -257,7 +257,10 @@ def plain_writing(model: "PlainGPT", rows: int, length: int) -> None:
 
 
 class HuggingFace(nn.Module):
-    """GPT-2 of the same shape from the transformers library, called as ours is."""
+    """GPT-2 of the same shape from the transformers library, called as ours is.
+
+    positions: it cannot slide its cache, so it has room for all that it is to write.
+    """
 
     def __init__(self, config: ModelConfig, positions: int) -> None:
         super().__init__()

@@ -172,5 +172,7 @@ def newest_run(out: Path) -> Path:
     """The folder below `out` in which a checkpoint was written last; UserError if there is none."""
     checkpoints = [*out.glob("**/last.pt"), *out.glob("**/best.pt")]
     if not checkpoints:
-        raise UserError(f"{out}: no run in it; train one: python train.py config/fairy_tales.py")
+        raise UserError(
+            f"{out}: no run in it; train one: python train.py config/fairy_tales_cpu.py"
+        )
     return max(checkpoints, key=lambda path: path.stat().st_mtime).parent

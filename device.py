@@ -75,16 +75,20 @@ def compiled(model: nn.Module, example: torch.Tensor) -> nn.Module:
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
     """The state of the random streams that dropout draws from."""
     state = {"cpu": torch.get_rng_state()}
-    if device.type != "cpu":
-        state[device.type] = getattr(torch, device.type).get_rng_state()
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    if device.type == "mps":
+        state["mps"] = torch.mps.get_rng_state()
     return state
 
 
 def set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
     """Puts the streams back; that of a device which drew nothing before begins at its seed."""
     torch.set_rng_state(state["cpu"])
-    if device.type in state and device.type != "cpu":
-        getattr(torch, device.type).set_rng_state(state[device.type])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    if device.type == "mps" and "mps" in state:
+        torch.mps.set_rng_state(state["mps"])
 
 
 @contextlib.contextmanager

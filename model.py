@@ -30,6 +30,11 @@ class ModelConfig:
     bias: bool = True  # in every linear layer but queries, keys and values, and in LayerNorm
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if type(value) is int and value < 1:
+                raise ValueError(f"{name} {value} is below 1")
+            if name in CHOICES and value not in CHOICES[name]:
+                raise ValueError(f"{name} {value!r} is none of {', '.join(CHOICES[name])}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_head {self.n_head} does not divide n_embd {self.n_embd}")
         if self.position == "rope" and self.head_size % 2:
@@ -306,10 +311,10 @@ class KVCache:
 def initialize(model: Transformer) -> None:
     """The first value of every parameter, by its name.
 
-    Embeddings have unit variance and matrices keep a third of it, as with torch's defaults; what is
-    added to the stream of the blocks is scaled by 1 / sqrt(2 n_layer), as in GPT-2. Learned
-    positions begin as sinusoids: neighbours alike, so that a head soon finds the character before.
-    Chosen by losses on Grimm and Andersen: docs/experiments.md has the tries.
+    Embeddings have unit variance (0.02 squared where the head has them too) and matrices keep a
+    third of it, as with torch's defaults; what is added to the stream of the blocks is scaled by
+    1 / sqrt(2 n_layer), as in GPT-2. Learned positions begin as sinusoids: neighbours alike, so
+    that a head soon finds the character before. docs/experiments.md has the tries.
     """
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -403,4 +408,9 @@ def swiglu(x: Tensor) -> Tensor:
     return value * F.silu(gate)
 
 
+CHOICES = {
+    "position": ("learned", "sinusoidal", "rope"),
+    "norm": ("layernorm", "rmsnorm"),
+    "feed_forward": ("relu", "gelu", "relu2", "swiglu"),
+}
 ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "relu2": relu_squared, "swiglu": swiglu}

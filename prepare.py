@@ -93,7 +93,7 @@ def main(argv: list[str]) -> None:
         return
     name = prepare(chosen).name
     config = {"tales": "fairy_tales_cpu", "fairy_tales": "fairy_tales"}.get(name)
-    command = f"config/{config}.py" if config else f"config/fairy_tales.py --dataset {name}"
+    command = f"config/{config}.py" if config else f"config/fairy_tales_cpu.py --dataset {name}"
     place = f" --data_dir {chosen.data_dir}" if chosen.data_dir else ""
     print(f"next: python train.py {command}{place}")
 

@@ -1,8 +1,8 @@
 """Settings: defaults, then a Python config file, then the command line, checked as one.
 
 A command declares its settings as a dataclass of `setting(...)` fields; `--help`, the README's
-table and every check are made from those lines. `TrainSettings` is here; `sample.py` and
-`prepare.py` declare theirs beside what they set.
+table and every check are made from those lines. `TrainSettings` is here; the other
+commands declare theirs beside what they set.
 """
 
 import dataclasses

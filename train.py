@@ -63,9 +63,10 @@ def main(argv: list[str]) -> int:
     data, text = open_data(settings, saved)
     advice = f"{size(settings, data)}; lower batch_size, block_size or n_embd"
     with locked(folder), Interrupt() as interrupt, machine.memory_advice(advice):
+        training = Training(settings, folder, device, data, text, saved)
         if settings.overwrite:
             clear(folder)
-        return Training(settings, folder, device, data, text, saved).go(interrupt)
+        return training.go(interrupt)
 
 
 # ------------------------------------------------------------------------- before a run begins

@@ -4,7 +4,7 @@ dataset = "fairy_tales"  # fetched once, from Project Gutenberg: #2591 and #2720
 
 n_layer = 4  # deep enough to learn spelling, words and the ways of a sentence
 n_head = 3  # 64 numbers a head
-n_embd = 192  # 1.8 million parameters, with about as many characters of text to learn from
+n_embd = 192  # 1.8 million parameters for 2.3 million characters to learn from
 block_size = 128  # a sentence or two of context
 dropout = 0.4  # the text is passed over eighteen times, and should not be learned by heart
 

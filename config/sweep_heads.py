@@ -11,7 +11,7 @@ seed = [1, 2, 3]  # a difference between heads counts if it is larger than that 
 n_layer = 2
 n_embd = 64
 block_size = 32
-dropout = 0.0  # four passes over the text are too few to learn it by heart
+dropout = 0.0  # two passes over the text are too few to learn it by heart
 
 batch_size = 16
 max_iters = 4000

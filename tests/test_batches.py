@@ -64,7 +64,6 @@ def test_batches_equal_the_plain_version(block_size, lengths, batch_size):
     assert len(plain[0]) == batches.windows_per_epoch
     assert take(batches, count) == list(itertools.chain(*plain))[:count]
     assert batches.served == count
-    assert batches.epoch == count / batches.windows_per_epoch
 
 
 def test_batches_equal_the_plain_version_on_a_real_text(texts):

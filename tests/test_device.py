@@ -177,8 +177,8 @@ def test_the_state_of_another_device_does_not_matter_here():
 def test_the_random_state_of_a_gpu_is_kept_with_the_cpus(monkeypatch):
     """Dropout draws on the GPU, so that its stream has to be put back too."""
     streams = {"cuda": torch.tensor([1, 2, 3], dtype=torch.uint8)}
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: streams["cuda"])
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda s: streams.update(cuda=s))
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda _device: streams["cuda"])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda s, _device: streams.update(cuda=s))
     state = machine.random_state(torch.device("cuda"))
     assert torch.equal(state["cuda"], streams["cuda"])
     machine.set_random_state(state | {"cuda": torch.ones(1)}, torch.device("cuda"))
