@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import model as model_file
 from model import Dropout, KVCache, ModelConfig, MultiHeadAttention, Transformer
+from settings import ModelSettings
 
 SMALL = ModelConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=16, dropout=0.0)
 ANOTHER = {
@@ -272,6 +273,25 @@ def test_sinusoids():
             angle = position / 10000 ** ((i - i % 2) / (width + width % 2))
             expected = math.cos(angle) if i % 2 else math.sin(angle)
             assert table[position, i].item() == pytest.approx(expected * math.sqrt(2), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"position": "alibi"}, {"norm": "batch"}, {"feed_forward": "tanh"}, {"n_layer": 0}]
+)
+def test_what_no_model_can_be_made_of_is_refused(wrong):
+    """A name that nobody knows must not pass for the default, with the file lifted out or not."""
+    [(name, value)] = wrong.items()
+    with pytest.raises(ValueError, match=f"{name} {value!r} is"):
+        dataclasses.replace(SMALL, **wrong)
+
+
+def test_the_settings_allow_what_the_model_knows():
+    """settings.py lists the choices for the command line; the lists are the model's."""
+    for field in dataclasses.fields(ModelSettings):
+        if field.name in model_file.CHOICES:
+            assert field.metadata["valid"] == model_file.CHOICES[field.name]
+    names = {field.name for field in dataclasses.fields(ModelConfig)}
+    assert names == {field.name for field in dataclasses.fields(ModelSettings)} | {"vocab_size"}
 
 
 def test_impossible_shapes_are_refused():
