@@ -31,7 +31,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if type(value) is int and value < 1:
+            if name != "dropout" and type(value) is int and value < 1:
                 raise ValueError(f"{name} {value} is below 1")
             if name in CHOICES and value not in CHOICES[name]:
                 raise ValueError(f"{name} {value!r} is none of {', '.join(CHOICES[name])}")

@@ -68,7 +68,7 @@ class OneRun:
 
     def folder(self) -> Path:
         """The run's folder."""
-        return Path(self.run) if self.run else newest_run(settings.ROOT / "out")
+        return Path(self.run) if self.run else newest_run(settings.runs_folder())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ def main(argv: list[str]) -> None:
 
 def draw_loss(chosen: LossSettings) -> Path:
     """The losses of one run, or of several in one picture."""
-    folders = [Path(run) for run in chosen.run] or [newest_run(settings.ROOT / "out")]
+    folders = [Path(run) for run in chosen.run] or [newest_run(settings.runs_folder())]
     histories = [load_checkpoint(folder / "last.pt")["history"] for folder in folders]
     if len(folders) == 1:
         path = Path(chosen.out or folders[0] / "loss.png")

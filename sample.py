@@ -125,7 +125,7 @@ def checkpoint_path(options: SampleSettings) -> Path:
     """The file that the options name, or else best.pt of the newest run."""
     if options.checkpoint:
         return Path(options.checkpoint)
-    return Path(options.out_dir or newest_run(settings.ROOT / "out")) / "best.pt"
+    return Path(options.out_dir or newest_run(settings.runs_folder())) / "best.pt"
 
 
 # ---------------------------------------------------------------------------------- what goes in

@@ -20,6 +20,12 @@ from pathlib import Path
 ROOT = Path(__file__).parent  # data/ and out/ lie beside the scripts, wherever one stands
 
 
+def runs_folder() -> Path:
+    """out/ beside the scripts, as short as it can be told from the working directory."""
+    folder = ROOT / "out"
+    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+
+
 class UserError(Exception):
     """What the user can mend: a line for each problem, with the value and what to do."""
 

@@ -138,7 +138,7 @@ def sweep_folder(chosen: SweepSettings) -> Path:
     if chosen.out_dir:
         return Path(chosen.out_dir)
     name = "compare" if chosen.compare else Path(chosen.config or "default").stem
-    return settings.ROOT / "out" / f"sweep_{name.removeprefix('sweep_')}"
+    return settings.runs_folder() / f"sweep_{name.removeprefix('sweep_')}"
 
 
 def grid(chosen: SweepSettings, folder: Path) -> list[Run]:

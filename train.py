@@ -38,7 +38,7 @@ from model import ModelConfig, Transformer
 from optimizer import make_optimizers, make_schedule
 from plots import loss_curves
 from prepare import ensure_dataset
-from settings import ROOT, ModelSettings, TrainSettings, UserError, listing, resolve, run
+from settings import ModelSettings, TrainSettings, UserError, listing, resolve, run, runs_folder
 
 CHECK_INTERVAL = 10  # updates between looks at the loss: each look makes a GPU wait
 SAMPLE_LENGTH = 200  # characters the model writes at each evaluation
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
 def run_folder(settings: TrainSettings) -> Path:
     """Where the run goes: out_dir, or out/<name of the config file>."""
     name = Path(settings.config).stem if settings.config else "default"
-    return Path(settings.out_dir) if settings.out_dir else ROOT / "out" / name
+    return Path(settings.out_dir) if settings.out_dir else runs_folder() / name
 
 
 def check_architecture(settings: TrainSettings, saved: dict[str, Any]) -> None:

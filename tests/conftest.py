@@ -2,8 +2,9 @@
 
 import contextlib
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,11 @@ def tiny(data_dir: Path) -> Callable[..., int]:
             return train.main([*start, *places, *argv])
 
     return tiny
+
+
+@pytest.fixture(autouse=True)
+def ordinary_interrupts() -> Iterator[None]:
+    """Ctrl-C does what it does in a terminal, also where a script in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
