@@ -159,8 +159,8 @@ def best_row(history: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def log_table(history: list[dict[str, Any]]) -> str:
-    """The evaluations as CSV, without the samples."""
-    columns = [name for name in history[0] if name != "sample"] if history else []
+    """The evaluations, of which there is one at least, as CSV without the samples."""
+    columns = [name for name in history[0] if name != "sample"]
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()

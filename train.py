@@ -345,8 +345,7 @@ class Training:
         write_text(self.folder / "log.csv", log_table(self.history))
         samples = (f"--- step {row['step']}\n{row['sample']}\n" for row in self.history)
         write_text(self.folder / "samples.txt", "\n".join(samples))
-        if self.history:
-            self.draw()
+        self.draw()
         save_checkpoint(state, self.folder / "last.pt")
 
     def draw(self) -> None:
@@ -363,7 +362,7 @@ class Training:
             "settings": self.settings.record(),
             "text": {"name": self.text, "fingerprint": self.data.meta["fingerprint"]},
             "step": self.step,
-            "val_loss": self.history[-1]["val_loss"] if self.history else None,
+            "val_loss": self.history[-1]["val_loss"],
             "batch_loss": self.batch_loss,
             "seconds": self.seconds,
             "history": self.history,
