@@ -5,6 +5,7 @@ targets. Shapes: B windows, T tokens predicted in each.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +92,10 @@ class TrainingBatches:
 
     The text must pass `check_lengths`. The state is one number: `served`, the windows served so
     far; with that one given, the first batch is the one that would have come next.
+
+    Of `world_size` processes, which must divide batch_size, each gets its share of every batch,
+    in the order of their ranks. `served` counts the windows of all, so that it means the same
+    to any number of processes.
     """
 
     def __init__(
@@ -101,12 +106,15 @@ class TrainingBatches:
         batch_size: int,
         seed: int,
         served: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         self.tokens, self.paragraphs = np.asarray(tokens), np.asarray(paragraphs)
         self.block_size, self.batch_size = block_size, batch_size
         self.seed, self.served = seed, served
-        self.starts = np.arange(0, len(tokens) - block_size, max(1, block_size // 2))
-        self._shuffle(served // self.windows_per_epoch)
+        self.rank, self.share = rank, batch_size // world_size
+        self.starts = range(0, len(tokens) - block_size, max(1, block_size // 2))
+        self.shuffled = -1  # the epoch that is laid out; none yet
 
     @property
     def windows_per_epoch(self) -> int:
@@ -118,46 +126,83 @@ class TrainingBatches:
 
     def __next__(self) -> Batch:
         windows: list[np.ndarray] = []
-        end = self.served + self.batch_size
-        while self.served < end:
-            epoch, first = divmod(self.served, self.windows_per_epoch)
-            windows.append(self._windows(epoch, first, end - self.served))
-            self.served += len(windows[-1])
+        number = self.served + self.rank * self.share
+        end = number + self.share
+        while number < end:
+            epoch, first = divmod(number, self.windows_per_epoch)
+            windows.append(self._windows(epoch, first, end - number))
+            number += len(windows[-1])
+        self.served += self.batch_size
         return inputs_and_targets(np.concatenate(windows))
 
     def _windows(self, epoch: int, first: int, count: int) -> np.ndarray:  # (B, T + 1)
         if epoch != self.shuffled:
             self._shuffle(epoch)
-        starts = self.starts[self.order[first : first + count]]
+        numbers = np.arange(first, min(first + count, self.windows_per_epoch))
+        starts = self.order[numbers] * self.starts.step
         places = starts[:, None] + np.arange(self.block_size + 1)  # in the shuffled text
         paragraph = np.searchsorted(self.ends, places, side="right")
         return self.tokens[places + self.shifts[paragraph]]
 
     def _shuffle(self, epoch: int) -> None:
+        """Lays out an epoch. In place where it can be: there may be millions of paragraphs."""
         random = np.random.default_rng([self.seed, epoch])
         paragraphs = random.permutation(len(self.paragraphs) - 1)
-        lengths = np.diff(self.paragraphs)[paragraphs]
-        self.ends = np.cumsum(lengths)  # of each paragraph in the shuffled text
-        self.shifts = self.paragraphs[paragraphs] - (self.ends - lengths)  # from there to the file
-        self.order = random.permutation(self.windows_per_epoch)
+        self.shifts = self.paragraphs[paragraphs]  # where each starts in the file
+        paragraphs += 1
+        self.ends = self.paragraphs[paragraphs]
+        self.ends -= self.shifts  # lengths
+        np.cumsum(self.ends, out=self.ends)  # of each paragraph in the shuffled text
+        self.shifts[1:] -= self.ends[:-1]  # from there to the file
+        self.order = Permutation(self.windows_per_epoch, random)
         self.shuffled = epoch
 
 
+class Permutation:
+    """A random order of range(count) that is never built: indexed with places, it computes them.
+
+    A Feistel network whose rounds look up random tables (Luby & Rackoff 1988), on pairs of numbers
+    below the root of count, rounded up; what comes out at or above count goes in again (cycle
+    walking, Black & Rogaway 2002). With 4 rounds, neighbours stayed together too often; 6 will do.
+    """
+
+    def __init__(self, count: int, random: np.random.Generator) -> None:
+        self.count, self.side = count, math.isqrt(count - 1) + 1
+        self.tables = random.integers(self.side, size=(6, self.side))
+
+    def __getitem__(self, places: np.ndarray) -> np.ndarray:
+        left, right = np.divmod(places, self.side)
+        for table in self.tables:
+            left, right = right, (left + table[right]) % self.side
+        numbers = left * self.side + right
+        beyond = numbers >= self.count
+        if beyond.any():
+            numbers[beyond] = self[numbers[beyond]]
+        return numbers
+
+
 def evaluation_batches(
-    tokens: np.ndarray, block_size: int, batch_size: int, windows: int | None = None
+    tokens: np.ndarray,
+    block_size: int,
+    batch_size: int,
+    windows: int | None = None,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> Iterator[Batch]:
     """The same windows every time, evenly spaced; no token is predicted twice.
 
     windows: how many. None, or as many as there are: the whole split, in which each token but the
         first is predicted once; what is left at the end is a batch of one shorter window.
+    world_size: processes, of which each gets every so manieth batch, some perhaps none.
     """
     whole, left = divmod(len(tokens) - 1, block_size)
     count = whole if windows is None else min(windows, whole)
-    starts = np.arange(count) * whole // count * block_size
-    for first in range(0, count, batch_size):
-        places = starts[first : first + batch_size, None] + np.arange(block_size + 1)
-        yield inputs_and_targets(tokens[places])
-    if count == whole and left:
+    for first in range(rank * batch_size, count, world_size * batch_size):
+        numbers = np.arange(first, min(first + batch_size, count))
+        starts = numbers * whole // count * block_size
+        yield inputs_and_targets(tokens[starts[:, None] + np.arange(block_size + 1)])
+    batches = -(-count // batch_size)  # whole ones and the last, so far
+    if count == whole and left and batches % world_size == rank:
         yield inputs_and_targets(tokens[None, -left - 1 :])
 
 

@@ -15,7 +15,9 @@ import hashlib
 import json
 import os
 import re
+import sys
 import tempfile
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +27,11 @@ from tqdm import tqdm
 
 import settings
 from settings import UserError, resolve, run, setting
-from sources import SOURCES, Book, Source, Unavailable, fetch, read_text
+from sources import BLOCK, SOURCES, Book, Source, Unavailable, blocks, fetch, read_text
 from tokenizer import CharTokenizer
 
 FORMAT = 1  # of the folder
 ARRAYS = ("train", "val", "train_paragraphs", "val_paragraphs")
-BLOCK = 1 << 20  # characters that become ids at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +112,12 @@ def prepare(chosen: PrepareSettings) -> Path:
     if not chosen.overwrite and is_prepared(folder, meta):
         print(f"{folder}: prepared already from the same text and settings; left as it is")
         return folder
-    starts = paragraph_starts(text, chosen.min_words)
     tokenizer, ids = encode(text)
     del text  # as large as the ids, and no longer needed
+    starts = paragraph_starts(ids, tokenizer.characters, chosen.min_words)
     meta["split"] = chosen.split if len(starts) > 2 else "position"
     arrays = split(ids, starts, meta["split"], chosen.val_fraction, chosen.seed)
+    del ids
     meta |= {"tokenizer": tokenizer.state(), "counts": count(arrays, tokenizer)}
     try:
         write(folder, meta, arrays)
@@ -157,7 +159,7 @@ def ensure_dataset(
 # ------------------------------------------------------------------------------- from texts to ids
 
 
-def read_sources(chosen: PrepareSettings) -> tuple[str, list[dict]]:
+def read_sources(chosen: PrepareSettings) -> tuple[bytes, list[dict]]:
     """All texts cleaned and joined, a blank line between, and what meta.json tells of each.
 
     Raises UserError with every file that cannot be used.
@@ -173,8 +175,8 @@ def read_sources(chosen: PrepareSettings) -> tuple[str, list[dict]]:
             problems.append(f"{path}: {getattr(error, 'strerror', None) or error}")
     if problems:
         raise UserError("\n".join(problems))
-    texts[:-1] = [text.rstrip("\n") for text in texts[:-1]]
-    return "\n\n".join(texts), records
+    texts[:-1] = [text.rstrip(b"\n") for text in texts[:-1]]
+    return b"\n\n".join(texts), records
 
 
 def find_files(chosen: PrepareSettings, problems: list[str]) -> list[tuple[Path, Book | None]]:
@@ -192,35 +194,51 @@ def find_files(chosen: PrepareSettings, problems: list[str]) -> list[tuple[Path,
     return [(file, None) for file in files]
 
 
-def paragraph_starts(text: str, min_words: int) -> np.ndarray:
+def encode(text: bytes) -> tuple[CharTokenizer, np.ndarray]:
+    """The tokenizer for text, and text as its ids, in the smallest integers that hold them."""
+    seen, size = np.zeros(sys.maxunicode + 1, bool), 0
+    for codes in code_points(text, "vocabulary"):
+        seen[codes] = True
+        size += len(codes)
+    characters = np.flatnonzero(seen)
+    table = np.zeros(len(seen), np.min_scalar_type(len(characters) - 1))  # code point to id
+    table[characters] = np.arange(len(characters))
+    ids, end = np.empty(size, table.dtype), 0
+    for codes in code_points(text, "characters"):
+        ids[end : end + len(codes)] = table.take(codes)  # quicker than table[codes]
+        end += len(codes)
+    return CharTokenizer(map(chr, characters)), ids
+
+
+def code_points(text: bytes, task: str) -> Iterator[np.ndarray]:
+    """A text as its characters' numbers in Unicode, some at a time, with a bar for the task."""
+    count = -(-len(text) // BLOCK)
+    for block in tqdm(blocks(text), task, count, delay=1, leave=False):
+        yield np.frombuffer(block.encode("utf-32-le"), "<u4")
+
+
+def paragraph_starts(ids: np.ndarray, characters: str, min_words: int) -> np.ndarray:
     """Where each paragraph starts, and where the last one ends.
 
     Lines are gathered until they have min_words words (as str.split counts them); the lines left
     over are the last paragraph, or the end of it if they are blank.
     """
-    # Without (?!\S) it would take a word for several, and at the end try every way to do so.
-    paragraph = re.compile(rf"(?:\s*\S+(?!\S)){{{min_words}}}.*\n?")
-    starts = [0]
-    with tqdm(total=len(text), desc="paragraphs", delay=1, leave=False) as bar:
-        while match := paragraph.match(text, starts[-1]):
-            starts.append(match.end())
-            bar.update(match.end() - match.start())
-    if not text[starts[-1] :].strip():
+    blank = np.array([character.isspace() for character in characters])
+    newline = np.array([character == "\n" for character in characters])
+    starts, words, wanted, between = [0], 0, min_words, True
+    for start in tqdm(range(0, len(ids), BLOCK), "paragraphs", delay=1, leave=False):
+        block = ids[start : start + BLOCK]
+        blanks = blank.take(block)
+        counts = words + np.cumsum(np.append(between, blanks[:-1]) & ~blanks)  # of words begun
+        lines = np.flatnonzero(newline.take(block))
+        totals, line = counts[lines].tolist(), 0
+        while (line := bisect_left(totals, wanted, line)) < len(totals):
+            starts.append(start + int(lines[line]) + 1)
+            wanted = totals[line] + min_words
+        words, between = int(counts[-1]), blanks[-1]
+    if words == wanted - min_words:
         starts.pop()
-    return np.array([*starts, len(text)])
-
-
-def encode(text: str) -> tuple[CharTokenizer, np.ndarray]:
-    """The tokenizer for text, and text as its ids, in the smallest integers that hold them."""
-    tokenizer = CharTokenizer(text)
-    codes = [ord(character) for character in tokenizer.characters]
-    table = np.zeros(codes[-1] + 1, np.min_scalar_type(len(codes) - 1))  # code point to id
-    table[codes] = np.arange(len(codes))
-    ids = np.empty(len(text), table.dtype)
-    for start in tqdm(range(0, len(text), BLOCK), "characters", delay=1, leave=False):
-        block = text[start : start + BLOCK].encode("utf-32-le")
-        ids[start : start + BLOCK] = table[np.frombuffer(block, "<u4")]
-    return tokenizer, ids
+    return np.array([*starts, len(ids)])
 
 
 # ------------------------------------------------------------------------------- from ids to files

@@ -5,12 +5,19 @@ import json
 import os
 import re
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
 import torch
 
-from batches import TrainingBatches, check_lengths, evaluation_batches, load_dataset
+from batches import (
+    Permutation,
+    TrainingBatches,
+    check_lengths,
+    evaluation_batches,
+    load_dataset,
+)
 from settings import UserError
 from tokenizer import CharTokenizer
 
@@ -40,7 +47,8 @@ def flatten_and_slide(tokens, paragraphs, block_size, seed, epoch):
     windows = []
     for start in range(0, len(text) - block_size, max(1, block_size // 2)):
         windows.append(text[start : start + block_size + 1])
-    return [windows[i] for i in random.permutation(len(windows))]
+    order = Permutation(len(windows), random)
+    return [windows[i] for i in order[np.arange(len(windows))]]
 
 
 def take(batches, count):
@@ -138,6 +146,119 @@ def test_training_does_not_touch_the_global_random_streams():
     take(TrainingBatches(tokens, paragraphs, 6, 4, seed=2), 40)
     assert np.random.get_state()[1].tolist() == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
+
+
+@pytest.mark.parametrize(("block_size", "lengths"), SIZES)
+@pytest.mark.parametrize("world_size", [2, 3, 6])
+def test_shares_of_all_processes_make_the_batch(block_size, lengths, world_size):
+    """Id for id and row for row: as many processes as one likes train the same model."""
+    tokens, paragraphs = text_of(lengths)
+    alone = TrainingBatches(tokens, paragraphs, block_size, 12, seed=5)
+    shares = [
+        TrainingBatches(tokens, paragraphs, block_size, 12, 5, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+    for _ in range(3 * alone.windows_per_epoch // 12 + 3):  # over the ends of epochs
+        whole, parts = next(alone), [next(share) for share in shares]
+        assert all(len(inputs) == 12 // world_size for inputs, _ in parts)
+        for one, others in zip(whole, zip(*parts, strict=True), strict=True):
+            assert torch.equal(one, torch.cat(others))
+        assert {share.served for share in shares} == {alone.served}
+
+
+def test_a_run_goes_on_with_another_number_of_processes():
+    """Two processes, then four, then one: the same global batches as of one alone."""
+    tokens, paragraphs = text_of([30, 20, 25])
+    alone, served = TrainingBatches(tokens, paragraphs, 6, 8, seed=2), 0
+    for world_size in (2, 4, 1):
+        shares = [
+            TrainingBatches(tokens, paragraphs, 6, 8, 2, served, rank, world_size)
+            for rank in range(world_size)
+        ]
+        for _ in range(5):
+            inputs = torch.cat([next(share)[0] for share in shares])
+            assert torch.equal(inputs, next(alone)[0])
+        served = shares[0].served
+        assert served == alone.served
+
+
+def test_a_process_looks_up_only_its_share():
+    """Otherwise eight processes would each do the work, and read the file, for all of them."""
+    tokens, paragraphs = text_of([30, 20, 25])
+    looked_up = []
+
+    class Watched(np.ndarray):
+        def __getitem__(self, places):
+            looked_up.append(np.shape(places))
+            return np.asarray(self)[places]
+
+    batches = TrainingBatches(tokens, paragraphs, 6, 8, seed=2, rank=1, world_size=4)
+    batches.tokens = tokens.view(Watched)
+    next(batches)
+    assert looked_up == [(2, 7)]
+    looked_up.clear()
+    assert len(list(evaluation_batches(tokens.view(Watched), 6, 4, 11, 1, world_size=2))) == 1
+    assert looked_up == [(4, 7)]
+
+
+@pytest.mark.parametrize("length", [2, 6, 7, 20, 21, 22, 100])
+@pytest.mark.parametrize("windows", [None, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_processes_share_out_an_evaluation(length, windows, world_size):
+    """Every batch goes to just one of them, the shorter one at the end too."""
+    whole = list(evaluation_batches(np.arange(length), 5, 2, windows))
+    for rank in range(world_size):
+        share = evaluation_batches(np.arange(length), 5, 2, windows, rank, world_size)
+        for batch, other in zip(share, whole[rank::world_size], strict=True):
+            assert all(map(torch.equal, batch, other))
+
+
+@pytest.mark.parametrize("count", [*range(1, 12), 99, 100, 101, 1023, 1024, 1025, 9999])
+def test_a_permutation_has_each_number_once(count):
+    """In whatever pieces it is asked for."""
+    for seed in range(20):
+        order = Permutation(count, np.random.default_rng(seed))
+        numbers = order[np.arange(count)]
+        assert np.sort(numbers).tolist() == list(range(count))
+        assert [order[np.array([place])].item() for place in range(min(count, 9))] == list(
+            numbers[:9]
+        )
+
+
+def test_a_permutation_looks_like_one_that_was_shuffled():
+    """Neighbours end up anywhere, and not together, by standards that numpy's own meets."""
+    count, permutations = 5000, 100
+    together, products, moved = [], [], np.zeros(50)
+    for seed in range(permutations):
+        numbers = Permutation(count, np.random.default_rng(seed))[np.arange(count)]
+        together.append((np.abs(np.diff(numbers)) == 1).sum())  # 2 on average
+        products.append(np.corrcoef(numbers[:-1], numbers[1:])[0, 1])
+        moved += np.histogram((numbers - np.arange(count)) % count, 50, (0, count))[0]
+    assert abs(np.mean(together) - 2) < 0.6
+    assert abs(np.mean(products)) * (count * permutations) ** 0.5 < 4
+    assert 0.8 < np.std(products) * count**0.5 < 1.2
+    expected = count * permutations / 50
+    assert ((moved - expected) ** 2 / expected).sum() < 100  # chi-squared, 49 degrees of freedom
+
+
+def test_permutations_of_a_few_come_equally_often():
+    """A seed must not favour an order: 24 of four things, in 4,800 tries."""
+    tries = [Permutation(4, np.random.default_rng(seed))[np.arange(4)] for seed in range(4800)]
+    _, often = np.unique(tries, axis=0, return_counts=True)
+    assert len(often) == 24
+    assert 120 < often.min() <= often.max() < 280
+
+
+def test_what_batches_keep_does_not_grow_with_the_windows():
+    """An order of all windows of 4 GB of text took a gigabyte."""
+    tokens = np.broadcast_to(np.uint8(0), 10**12)
+    paragraphs = np.arange(0, 10**12 + 1, 10**10)
+    batches = TrainingBatches(tokens, paragraphs, 128, 64, seed=0)
+    tracemalloc.start()
+    next(batches)
+    next(evaluation_batches(tokens, 128, 64))
+    assert tracemalloc.get_traced_memory()[1] < 20e6  # the tables: 6 * 8 * 125,000
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize("length", [2, 6, 7, 20, 21, 22, 100])

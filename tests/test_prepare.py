@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import tracemalloc
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import pytest
 
 import prepare
 import settings
+import sources
 from prepare import PrepareSettings, ensure_dataset
 from settings import UserError, resolve
 from sources import Book, Source
@@ -93,14 +95,15 @@ def plain_paragraphs(text: str, min_words: int) -> list[str]:
 def test_paragraphs_are_those_of_the_plain_rule(monkeypatch, block, letters):
     """And its ids are those of its characters, in however many blocks they are found."""
     monkeypatch.setattr(prepare, "BLOCK", block)
+    monkeypatch.setattr(sources, "BLOCK", block)
     for seed in range(30):
         choose = random.Random(seed)
         text = "x" + "".join(choose.choices(letters, k=choose.randrange(200)))
         min_words = choose.choice([1, 2, 3, 10])
-        tokenizer, ids = prepare.encode(text)
+        tokenizer, ids = prepare.encode(text.encode())
         assert tokenizer.decode(ids) == text
         assert tokenizer.characters == "".join(sorted(set(text)))
-        starts = prepare.paragraph_starts(text, min_words).tolist()
+        starts = prepare.paragraph_starts(ids, tokenizer.characters, min_words).tolist()
         found = [text[a:b] for a, b in pairwise(starts)]
         assert found == plain_paragraphs(text, min_words)
 
@@ -110,7 +113,7 @@ def test_paragraphs_are_those_of_the_plain_rule(monkeypatch, block, letters):
 )
 def test_ids_are_in_the_smallest_type_that_holds_them(count, dtype):
     text = "".join(map(chr, range(0x10000, 0x10000 + count)))
-    tokenizer, ids = prepare.encode(text)
+    tokenizer, ids = prepare.encode(text.encode())
     assert ids.dtype == dtype
     assert ids.tolist() == list(range(count))
     assert tokenizer.vocab_size == count
@@ -255,6 +258,20 @@ def test_meta_tells_of_each_source(tmp_path):
     assert meta["sources"][0] == cut | {"sha256": hashlib.sha256(data).hexdigest()}
     assert meta["sources"][1]["cut"] == []
     assert (meta["format"], meta["name"]) == (1, "mine")
+
+
+@pytest.mark.parametrize("line", ['"Deep is the well," said the fox.\n', "“Deep,” it said.\r\n"])
+@pytest.mark.parametrize("books", [1, 2])
+def test_memory_stays_below_three_times_the_file(tmp_path, line, books):
+    """Kept as a str, a text with curly quotes took six times its size."""
+    begin, end = (f"*** {word} OF THE PROJECT GUTENBERG EBOOK ***\n" for word in ("START", "END"))
+    book = begin + line * (6_000_000 // len(line.encode()) // books) + end
+    text = (book * books).encode()
+    tracemalloc.start()
+    make(tmp_path, text, min_words=500)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2.8 * len(text)
 
 
 # ------------------------------------------------------------------------------- real texts

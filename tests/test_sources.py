@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 import sources
-from sources import Book, Unavailable, fetch, read_text, strip_gutenberg
+from sources import Book, Unavailable, decode, fetch, read_text, strip_gutenberg
 
 STORY = "".join(f"Line {i} of a tale about a fox, a well and a lantern.\n" for i in range(300))
 
@@ -24,6 +24,12 @@ END = "*** END OF THIS PROJECT GUTENBERG EBOOK TALES ***\n"
 TERMS = "Updated editions will replace it.\n\nProject Gutenberg's terms\nare these.\n\n\n" * 9
 FULL = "*** START: FULL LICENSE ***\n\nTHE FULL PROJECT GUTENBERG LICENSE\nPLEASE READ IT\n" + TERMS
 BOOK = "TALES\n\n  Once there was a fox.\n\nProduced by hand, it ended.\n"
+
+
+def strip(text):
+    """What strip_gutenberg makes of it, as str."""
+    parts, cut = strip_gutenberg(text.encode())
+    return [part.decode() for part in parts], cut
 
 
 @pytest.mark.parametrize(
@@ -59,31 +65,31 @@ BOOK = "TALES\n\n  Once there was a fox.\n\nProduced by hand, it ended.\n"
 )  # fmt: skip
 def test_what_is_gutenbergs_is_cut_in_every_form(text):
     """Old and new markers, headers without footers and the reverse, a licence after the end."""
-    parts, cut = strip_gutenberg(text)
+    parts, cut = strip(text)
     assert parts == [BOOK]
     assert cut
 
 
 def test_text_without_markers_is_untouched():
     for text in ("\n\n" + BOOK + "\n\n\n", BOOK + "The End of the tale of Gutenberg\n\n", ""):
-        assert strip_gutenberg(text) == ([text], [])
+        assert strip(text) == ([text], [])
 
 
 def test_credits_are_cut_only_behind_a_header():
-    assert strip_gutenberg("Prepared by a cook.\n" + CLOSING)[0] == ["Prepared by a cook.\n"]
+    assert strip("Prepared by a cook.\n" + CLOSING)[0] == ["Prepared by a cook.\n"]
 
 
 def test_several_books_in_one_file_are_all_kept():
     """Cutting from the first footer to the end lost 49 of 50 books that were joined in one file."""
     whole = HEADER + START + BOOK + CLOSING + END + FULL
-    assert strip_gutenberg(whole * 3)[0] == [BOOK] * 3
-    assert strip_gutenberg((BOOK + CLOSING + "\n\n") * 3)[0] == [BOOK] * 3
-    assert strip_gutenberg(BOOK + CLOSING + whole + whole)[0] == [BOOK] * 3
+    assert strip(whole * 3)[0] == [BOOK] * 3
+    assert strip((BOOK + CLOSING + "\n\n") * 3)[0] == [BOOK] * 3
+    assert strip(BOOK + CLOSING + whole + whole)[0] == [BOOK] * 3
 
 
 def test_what_was_cut_is_counted():
     header = HEADER + START
-    _, cut = strip_gutenberg(header + BOOK + CLOSING + END + FULL)
+    _, cut = strip(header + BOOK + CLOSING + END + FULL)
     assert cut == [
         f"{len(header)} characters of header",
         f"{len(CLOSING)} characters of closing",
@@ -103,11 +109,24 @@ def test_what_was_cut_is_counted():
     ],
 )
 def test_real_texts(texts, name, characters, distinct, first, last):
-    text, _ = read_text(texts / name, "utf-8")
+    text = read_text(texts / name, "utf-8")[0].decode()
     assert (len(text), len(set(text))) == (characters, distinct)
     assert text.startswith(first)
     assert text.endswith(last)
     assert not re.search("gutenberg|\ufeff|\r", text, re.IGNORECASE)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-16-le", "gbk"])
+def test_blocks_may_end_anywhere(monkeypatch, encoding):
+    """Within a character, or between the two of a Windows line end."""
+    text = "\n春眠不觉晓,\r\n\r\nab\r\r\nc\r"
+    for block in range(4, 40):
+        monkeypatch.setattr(sources, "BLOCK", block)
+        marked = "\ufeff" * encoding.startswith("utf") + text
+        found = decode(marked.encode(encoding), encoding).decode()
+        assert found == text.replace("\r\n", "\n").replace("\r", "\n")
+        with pytest.raises(ValueError, match=rf"byte {block} \(80\) is not ascii"):
+            decode(b"a" * block + b"\x80", "ascii")
 
 
 # ------------------------------------------------------------------------------- downloads
@@ -167,7 +186,7 @@ def test_book_is_fetched_cleaned_and_kept(server, tmp_path):
     assert list((tmp_path / "cache").iterdir()) == [path]
     assert path.read_bytes() == sent
     text, record = read_text(path, "utf-8", server.book)
-    assert text == STORY
+    assert text.decode() == STORY
     assert record["name"] == "fox.txt"
 
 
