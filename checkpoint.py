@@ -16,7 +16,7 @@ from model import ModelConfig, Transformer
 from settings import UserError
 from tokenizer import CharTokenizer, load_tokenizer
 
-FORMAT = 1
+FORMAT = 2
 RUN_FILES = ("last.pt", "best.pt", "settings.json", "log.csv", "samples.txt", "loss.png")
 KEYS = {"format", "model_config", "model", "tokenizer", "settings", "step", "val_loss"}
 

@@ -38,7 +38,7 @@ def choose_device(name: str) -> torch.device:
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """The precision of forward passes; "auto" is bfloat16 where CUDA has it, else float32."""
     if name == "auto":
-        fast = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if fast else torch.float32
     return getattr(torch, name)
 
@@ -48,6 +48,13 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype)
+
+
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on the device; a GPU fetches it while the host goes on."""
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def describe(device: torch.device) -> str:

@@ -24,10 +24,9 @@ def make_optimizers(
     rest = [weight for weight in model.parameters() if id(weight) not in inside]
     optimizers: list[Optimizer] = [
         AdamW(
-            rest,
+            decay_groups(rest, settings),
             lr=settings.learning_rate,
             betas=(settings.beta1, settings.beta2),
-            weight_decay=settings.weight_decay,
             fused=True,  # one kernel for all parameters; torch has it for cpu, cuda and mps
         )
     ]
@@ -37,6 +36,18 @@ def make_optimizers(
         fresh = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": state["state"], "param_groups": fresh})
     return optimizers
+
+
+def decay_groups(weights: list[nn.Parameter], settings: TrainSettings) -> list[dict[str, Any]]:
+    """AdamW's groups: all decay alike, or matrices and embeddings do and vectors do not."""
+    if settings.decayed == "all":
+        return [{"params": weights, "weight_decay": settings.weight_decay}]
+    matrices = [weight for weight in weights if weight.dim() > 1]
+    vectors = [weight for weight in weights if weight.dim() == 1]
+    return [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
 
 
 def muon_matrices(model: nn.Module, settings: TrainSettings) -> list[nn.Parameter]:

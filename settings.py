@@ -65,6 +65,9 @@ class ModelSettings:
     tied_embeddings: bool = setting(False, "one matrix for reading and for writing characters")
     qk_norm: bool = setting(False, "queries and keys at one length before they meet")
     bias: bool = setting(True, "biases in linear layers and LayerNorm")
+    activation_checkpointing: bool = setting(
+        False, "keep each block's input only, and compute the rest again: less memory, slower"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +75,7 @@ class OptimizerSettings:
     """Optimizer and schedule"""
 
     max_iters: int = setting(10000, "updates of the weights, in all", "[0, inf)")
-    batch_size: int = setting(64, "windows of text in one forward pass", "[1, inf)")
+    batch_size: int = setting(64, "windows in one forward pass of all processes", "[1, inf)")
     gradient_accumulation_steps: int = setting(1, "forward passes that make one update", "[1, inf)")
     optimizer: str = setting("adamw", "muon: Muon for the blocks' matrices", ("adamw", "muon"))
     learning_rate: float = setting(1e-3, "AdamW's step size at its highest", "(0, inf)")
@@ -80,6 +83,7 @@ class OptimizerSettings:
     min_lr: float = setting(1e-5, "step size at the last update, where the cosine ends", "[0, inf)")
     warmup_iters: int = setting(0, "updates of linear warm-up before the cosine", "[0, inf)")
     weight_decay: float = setting(0.03, "pull of the weights towards 0", "[0, inf)")
+    decayed: str = setting("all", "the weights that are pulled", ("all", "matrices"))
     beta1: float = setting(0.9, "AdamW's memory of the gradient", "[0, 1)")
     beta2: float = setting(0.999, "AdamW's memory of the squared gradient", "[0, 1)")
     grad_clip: float | None = setting(None, "longest gradient allowed; none: any", "(0, inf)")
@@ -112,6 +116,7 @@ class Actions:
     resume: bool = setting(False, "go on from the run folder's last.pt, exactly where it stopped")
     overwrite: bool = setting(False, "replace the run that is in the folder")
     show: bool = setting(False, "print the settings as resolved, and stop")
+    estimate: bool = setting(False, "print what the run would take in memory and time, and stop")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ usage: python train.py [config/fairy_tales.py] [--setting value ...]
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
@@ -12,6 +13,7 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,6 +35,8 @@ from checkpoint import (
     save_checkpoint,
     write_text,
 )
+from distributed import World, joined
+from estimate import report
 from generate import write
 from model import ModelConfig, Transformer
 from optimizer import make_optimizers, make_schedule
@@ -41,31 +45,75 @@ from prepare import ensure_dataset
 from settings import ModelSettings, TrainSettings, UserError, listing, resolve, run, runs_folder
 
 CHECK_INTERVAL = 10  # updates between looks at the loss: each look makes a GPU wait
+EVALUATION_TOKENS = 8192  # at once, at least: without gradients there is room
 SAMPLE_LENGTH = 200  # characters the model writes at each evaluation
 
 
 def main(argv: list[str]) -> int:
     """Trains as the arguments say; the exit code is 0, or 128 + the signal that stopped it."""
-    wanted = resolve(TrainSettings, argv, __doc__, "config", strict=False)
-    folder = run_folder(wanted)
-    saved = load_checkpoint(folder / "last.pt") if wanted.resume else None
-    settings = resolve(TrainSettings, argv, __doc__, "config", saved and saved["settings"])
-    if saved:
-        check_architecture(settings, saved)
-    if settings.show:
-        print(listing(settings))
-        return 0
-    device = machine.choose_device(settings.device)
-    check_folder(settings, folder)
+    with joined() as world:
+        return begin(argv, world)
+
+
+def begin(argv: list[str], world: World) -> int:
+    """Checks everything, then trains; gives the exit code."""
+    with world.agreeing():
+        wanted = resolve(TrainSettings, argv, __doc__, "config", strict=False)
+        folder = run_folder(wanted)
+        saved = load_checkpoint(folder / "last.pt") if wanted.resume else None
+        settings = resolve(TrainSettings, argv, __doc__, "config", saved and saved["settings"])
+        if saved:
+            check_architecture(settings, saved)
+        if settings.show:
+            print(listing(settings))
+            return 0
+        check_shares(settings, world)
+        device = world.device(machine.choose_device(settings.device))
+        if not settings.estimate:
+            check_folder(settings, folder)
     if saved and is_done(saved["step"], saved["history"], settings):
         print(f"already done: {folder} is at step {saved['step']} of {settings.max_iters}")
         return 0
-    data, text = open_data(settings, saved)
-    advice = f"{size(settings, data)}; lower batch_size, block_size or n_embd"
-    with locked(folder), Interrupt() as interrupt, machine.memory_advice(advice):
-        training = Training(settings, folder, device, data, text, saved)
-        if settings.overwrite:
+    data, text = open_data_in_turn(settings, saved, world)
+    step = saved["step"] if saved else 0
+    world.check_alike(settings=settings.record(), text=data.meta["fingerprint"], steps=step)
+    start = functools.partial(Training, settings, folder, device, data, text, saved, world)
+    with memory_advice(settings, data):
+        if settings.estimate:
+            return estimate(start, settings, model_config(settings, data), device, world)
+        return train(start, folder, settings.overwrite, world)
+
+
+def estimate(
+    start: "Callable[[], Training]",
+    settings: TrainSettings,
+    config: ModelConfig,
+    device: torch.device,
+    world: World,
+) -> int:
+    """Prints what the run would take; writes nothing."""
+
+    def begin_run() -> tuple[Callable[[], object], Callable[[], object]]:
+        training = start()
+        training.connect()
+        return training.update, training.losses
+
+    for line in report(settings, config, device, world.size, begin_run):
+        print(line, flush=True)
+    return 0
+
+
+def train(start: "Callable[[], Training]", folder: Path, overwrite: bool, world: World) -> int:
+    """Makes the run, in a folder that no other process writes to; gives the exit code."""
+    with contextlib.ExitStack() as held:
+        with world.agreeing():
+            if world.is_first:
+                held.enter_context(locked(folder))
+            interrupt = held.enter_context(Interrupt())
+            training = start()
+        if overwrite and world.is_first:
             clear(folder)
+        training.connect()
         return training.go(interrupt)
 
 
@@ -80,10 +128,8 @@ def run_folder(settings: TrainSettings) -> Path:
 
 def check_architecture(settings: TrainSettings, saved: dict[str, Any]) -> None:
     """Raises UserError for each setting that contradicts the weights or the batches so far."""
-    fixed = {field.name for field in dataclasses.fields(ModelSettings)} - {"dropout"} | {
-        "seed",
-        "optimizer",
-    }
+    model = {field.name for field in dataclasses.fields(ModelSettings)}
+    fixed = model - {"dropout", "activation_checkpointing"} | {"seed", "optimizer", "decayed"}
     new, old = vars(settings), saved["settings"]
     problems = [
         f"{name} = {new[name]}: the run to resume has {old[name]}; leave it so, or start another"
@@ -101,6 +147,26 @@ def check_folder(settings: TrainSettings, folder: Path) -> None:
             f"{folder} holds a run: go on with --resume, replace it with --overwrite, "
             "or choose another folder with --out_dir"
         )
+
+
+def check_shares(settings: TrainSettings, world: World) -> None:
+    """Raises UserError where a batch cannot be shared out evenly."""
+    if settings.batch_size % world.size:
+        raise UserError(
+            f"batch_size = {settings.batch_size} cannot be shared out among {world.size} "
+            f"processes; take a multiple of {world.size}"
+        )
+
+
+def open_data_in_turn(
+    settings: TrainSettings, saved: dict[str, Any] | None, world: World
+) -> tuple[Dataset, str]:
+    """The text, which the first process prepares, if need be, before the others look for it."""
+    for turn in (world.is_first, not world.is_first):
+        with world.agreeing():
+            if turn:
+                opened = open_data(settings, saved)
+    return opened
 
 
 def open_data(settings: TrainSettings, saved: dict[str, Any] | None) -> tuple[Dataset, str]:
@@ -127,6 +193,14 @@ def model_config(settings: TrainSettings, data: Dataset) -> ModelConfig:
     names = [field.name for field in dataclasses.fields(ModelSettings)]
     shape = {name: getattr(settings, name) for name in names}
     return ModelConfig(vocab_size=data.tokenizer.vocab_size, **shape)
+
+
+def memory_advice(
+    settings: TrainSettings, data: Dataset
+) -> contextlib.AbstractContextManager[None]:
+    """A block that, should it run out of memory, ends with what to lower."""
+    advice = f"{size(settings, data)}; lower batch_size, block_size or n_embd"
+    return machine.memory_advice(advice)
 
 
 def size(settings: TrainSettings, data: Dataset) -> str:
@@ -173,9 +247,10 @@ class Training:
         data: Dataset,
         text: str,
         saved: dict[str, Any] | None = None,
+        world: World | None = None,
     ) -> None:
         self.settings, self.folder, self.device = settings, folder, device
-        self.data, self.text = data, text
+        self.data, self.text, self.world = data, text, world or World()
         self.dtype = machine.choose_dtype(settings.dtype, device)
         self.step: int = saved["step"] if saved else 0
         self.seconds: float = saved["seconds"] if saved else 0.0  # spent on updates
@@ -186,7 +261,7 @@ class Training:
 
     def build(self, saved: dict[str, Any] | None) -> None:
         """Everything that learns or draws, as new or exactly where `saved` left it."""
-        settings, device = self.settings, self.device
+        settings, device, world = self.settings, self.device, self.world
         torch.manual_seed(settings.seed)  # for the weights
         config = model_config(settings, self.data)
         self.model = Transformer(config) if saved is None else build_model(
@@ -198,17 +273,24 @@ class Training:
         self.scaler = torch.amp.GradScaler("cuda", enabled=half)
         self.batches = TrainingBatches(
             self.data.train, self.data.train_paragraphs, settings.block_size,
-            settings.batch_size, settings.seed, served=saved["served"] if saved else 0,
+            settings.batch_size, settings.seed, saved["served"] if saved else 0,
+            world.rank, world.size,
         )  # fmt: skip
-        torch.manual_seed(settings.seed + 1)  # for dropout
+        torch.manual_seed(settings.seed + 1 + world.rank)  # for dropout
         if saved:
             self.scaler.load_state_dict(saved["scaler"])
-            machine.set_random_state(saved["random"], device)
+            for state in saved["random"][world.rank : world.rank + 1]:  # none, if it is a new one
+                machine.set_random_state(state, device)
         self.forward = self.compile() if settings.compile else self.model
+        self.parallel = self.forward  # once connected, with gradients averaged over the processes
+
+    def connect(self) -> None:
+        """Puts the weights and gradients of all processes together, once all have built theirs."""
+        self.parallel = self.world.parallel(self.forward, self.device)
 
     def compile(self) -> nn.Module:
         """The compiled model, or the model itself and a warning."""
-        shape = (self.settings.batch_size, self.settings.block_size)
+        shape = (self.settings.batch_size // self.world.size, self.settings.block_size)
         return machine.compiled(
             self.model, torch.zeros(shape, dtype=torch.int64, device=self.device)
         )
@@ -217,9 +299,11 @@ class Training:
         """Trains to the end or to a signal; gives the exit code."""
         self.announce()
         total, first = self.settings.max_iters, self.step
-        bar = tqdm(total=total, initial=first, unit="step", disable=None)  # None: off in a pipe
+        quiet = None if self.world.is_first else True  # None: in a pipe
+        bar = tqdm(total=total, initial=first, unit="step", disable=quiet)
         with bar:
             while True:
+                interrupt.signal = int(self.world.max(interrupt.signal))
                 if self.is_due() and not (interrupt.signal and self.history):
                     self.evaluate(bar)
                 if interrupt.signal or is_done(self.step, self.history, self.settings):
@@ -241,11 +325,12 @@ class Training:
         """One update of the weights, from gradient_accumulation_steps batches."""
         began, parts = time.perf_counter(), self.settings.gradient_accumulation_steps
         total = torch.zeros((), device=self.device)
-        for _ in range(parts):
-            inputs, targets = (tensor.to(self.device) for tensor in next(self.batches))
-            with machine.autocast(self.device, self.dtype):
-                loss = self.forward(inputs, targets)[1] / parts
-            self.scaler.scale(loss).backward()
+        for part in range(parts):
+            inputs, targets = (machine.moved(half, self.device) for half in next(self.batches))
+            with self.averaging(part == parts - 1):
+                with machine.autocast(self.device, self.dtype):
+                    loss = self.parallel(inputs, targets)[1] / parts
+                self.scaler.scale(loss).backward()
             total += loss.detach()
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
@@ -262,12 +347,20 @@ class Training:
         self.unseen.append(torch.stack((total, norm)))
         self.seconds += time.perf_counter() - began
 
+    def averaging(self, last: bool) -> contextlib.AbstractContextManager:
+        """Lets processes average their gradients once an update, in its last backward pass."""
+        if last or self.world.size == 1:
+            return contextlib.nullcontext()
+        return self.parallel.no_sync()
+
     def look(self, bar: tqdm) -> None:
         """Reads the losses since the last look. Raises UserError when one is not finite."""
         began = time.perf_counter()
-        values = torch.stack(self.unseen).tolist() if self.unseen else []
+        values = torch.stack(self.unseen).flatten().tolist() if self.unseen else []
         self.seconds += time.perf_counter() - began  # a GPU has been working off its queue
-        for step, (loss, norm) in enumerate(values, self.step - len(values) + 1):
+        means = [value / self.world.size for value in self.world.sum(values)]
+        pairs = zip(means[::2], means[1::2], strict=True)
+        for step, (loss, norm) in enumerate(pairs, self.step - len(self.unseen) + 1):
             # float16 meets infinite gradients as it searches for its scale, and skips those steps.
             if not math.isfinite(loss + (0.0 if self.scaler.is_enabled() else norm)):
                 raise self.diverged(f"loss {loss:g}, gradient norm {norm:g} at step {step}")
@@ -277,9 +370,9 @@ class Training:
             f"loss {self.batch_loss:.3f}, lr {self.rate():.1e}, {self.speed():,.0f} tokens/s", False
         )
 
-    def diverged(self, what: str) -> UserError:
+    def diverged(self, what: str) -> BaseException:
         """The error that stops a run whose numbers have left the scale."""
-        return UserError(
+        return self.world.error(
             f"{what}, learning_rate {self.settings.learning_rate:g}: lower it or set grad_clip; "
             f"what was saved before in {self.folder} is untouched"
         )
@@ -294,9 +387,7 @@ class Training:
     def evaluate(self, bar: tqdm) -> None:
         """Measures, writes a sample, and saves it all. No random stream of the training moves."""
         self.look(bar)
-        windows = self.settings.eval_iters * self.settings.batch_size
-        train_loss = self.loss_of(self.data.train, windows)
-        val_loss = self.loss_of(self.data.val, windows)
+        train_loss, val_loss = self.losses()
         if not math.isfinite(train_loss + val_loss):
             raise self.diverged(f"losses {train_loss:g} and {val_loss:g} at step {self.step}")
         row = {
@@ -308,7 +399,7 @@ class Training:
             "batch_loss": self.batch_loss,
             "learning_rate": self.rate(),
             "seconds": round(self.seconds, 2),
-            "sample": write(self.model, self.data.tokenizer, "", SAMPLE_LENGTH, self.settings.seed),
+            "sample": self.sample(),
         }
         self.history.append(row)
         if is_done(self.step, self.history, self.settings):
@@ -319,25 +410,43 @@ class Training:
             f"({row['bits_per_character']:.3f} bits a character)\n{indent(row['sample'])}"
         )
 
+    def losses(self) -> tuple[float, float]:
+        """Of windows of both splits, in nats per token."""
+        windows = self.settings.eval_iters * self.settings.batch_size
+        return self.loss_of(self.data.train, windows), self.loss_of(self.data.val, windows)
+
+    def sample(self) -> str:
+        """What the model writes from nothing; the first process alone tells it."""
+        if not self.world.is_first:
+            return ""
+        return write(self.model, self.data.tokenizer, "", SAMPLE_LENGTH, self.settings.seed)
+
     @torch.no_grad()
     def loss_of(self, tokens: np.ndarray, windows: int | None) -> float:
         """Mean loss in nats per token over that many fixed windows; None: over every token."""
         self.model.eval()
         losses, counts = [], []
+        block_size, world = self.settings.block_size, self.world
+        rows = max(self.settings.batch_size // world.size, EVALUATION_TOKENS // block_size)
         for inputs, targets in evaluation_batches(
-            tokens, self.settings.block_size, self.settings.batch_size, windows
+            tokens, block_size, rows, windows, world.rank, world.size
         ):
+            inputs, targets = (machine.moved(half, self.device) for half in (inputs, targets))
             with machine.autocast(self.device, self.dtype):
-                losses.append(self.forward(inputs.to(self.device), targets.to(self.device))[1])
+                losses.append(self.forward(inputs, targets)[1])
             counts.append(targets.numel())
         self.model.train()
-        return float(np.average(torch.stack(losses).tolist(), weights=counts))
+        values = torch.stack(losses).tolist() if losses else []
+        total, count = world.sum([float(np.dot(values, counts)), sum(counts)])
+        return total / count
 
     def save(self) -> None:
         """Writes the run's files; last.pt last: what a kill leaves out is made again from it."""
         if not all(weight.isfinite().all() for weight in self.model.parameters()):
             raise self.diverged(f"a weight is not finite at step {self.step}")
         state = self.state()
+        if not self.world.is_first:
+            return
         if is_evaluated(self.step, self.history) and best_row(self.history) is self.history[-1]:
             save_checkpoint(state, self.folder / "best.pt")
         described = self.settings.record() | {"text": self.text}
@@ -369,7 +478,7 @@ class Training:
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "scaler": self.scaler.state_dict(),
             "served": self.batches.served,
-            "random": machine.random_state(self.device),
+            "random": self.world.gather(machine.random_state(self.device)),
         }
 
     def rate(self) -> float:

@@ -19,7 +19,7 @@ def there(monkeypatch):
     def there(cuda=0, mps=False, bfloat16=True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: cuda)
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: bfloat16)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: bfloat16)
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
 
     return there

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import model as model_file
 from model import Dropout, KVCache, ModelConfig, MultiHeadAttention, Transformer
@@ -32,7 +33,7 @@ ANOTHER = {
     "tied_embeddings": True,
     "qk_norm": True,
     "bias": False,
-}  # every option, at a value that SMALL has not
+}  # every option that changes what is computed, at a value that SMALL has not
 CHOICES = {
     "position": ("learned", "sinusoidal", "rope"),
     "norm": ("layernorm", "rmsnorm"),
@@ -202,6 +203,15 @@ def test_one_batch_can_be_learned_by_heart():
     assert loss.item() < 0.1
 
 
+def test_flops_per_token_are_those_of_the_products():
+    """The formula against a count of every matrix product, forward and backward."""
+    for options in [{}, {"tied_embeddings": True, "position": "rope"}, {"feed_forward": "swiglu"}]:
+        model, tokens = make(**options, dropout=0.5).train(), some_tokens(2, 8)
+        with FlopCounterMode(display=False) as counter:
+            model(tokens, tokens)[1].backward()
+        assert model.flops_per_token() * tokens.numel() == counter.get_total_flops()
+
+
 def test_lengths():
     model = make()
     for length in range(1, 9):
@@ -212,7 +222,8 @@ def test_lengths():
 
 def test_every_option_changes_the_model():
     """An option that does nothing is worse than none."""
-    assert set(ANOTHER) == {field.name for field in dataclasses.fields(ModelConfig)}
+    names = {field.name for field in dataclasses.fields(ModelConfig)}
+    assert set(ANOTHER) == names - {"activation_checkpointing"}
     torch.manual_seed(0)
     plain, tokens = make().train(), some_tokens(2, 8)
     shapes = {name: weight.shape for name, weight in plain.state_dict().items()}
@@ -299,6 +310,63 @@ def test_impossible_shapes_are_refused():
         dataclasses.replace(SMALL, n_head=3)
     with pytest.raises(ValueError, match="odd"):
         dataclasses.replace(SMALL, n_embd=6, position="rope")
+
+
+# ------------------------------------------------------------------------ activation checkpointing
+
+
+def learned(tokens: torch.Tensor, **options) -> list[torch.Tensor]:
+    """The loss, every gradient, and the random stream after them, of a step in training."""
+    model = make(**options).train()
+    torch.manual_seed(6)
+    _, loss = model(tokens, tokens)
+    loss.backward()
+    return [loss, *(weight.grad for weight in model.parameters()), torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout": 0.4}, COMBINATIONS[-1] | {"dropout": 0.4}])
+def test_checkpointing_changes_no_bit(options):
+    """What is computed again must drop the same: other masks would be other gradients, silently."""
+    plain = learned(some_tokens(2, 8), **options)
+    again = learned(some_tokens(2, 8), **options, activation_checkpointing=True)
+    assert all(itertools.starmap(torch.equal, zip(plain, again, strict=True)))
+
+
+def bytes_kept(**options) -> int:
+    """The size of all that a forward pass of four windows keeps for backward, but the weights."""
+    model, sizes = make(**options).train(), {}
+    weights = {weight.untyped_storage() for weight in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        sizes[tensor.untyped_storage()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(some_tokens(4, 8), some_tokens(4, 8))
+    return sum(size for storage, size in sizes.items() if storage not in weights)
+
+
+def test_checkpointing_keeps_the_input_of_each_block_alone():
+    """B T C numbers of four bytes; without it more than ten times as many."""
+    plain, again = (
+        bytes_kept(n_layer=3, dropout=0.4, activation_checkpointing=again)
+        - bytes_kept(n_layer=2, dropout=0.4, activation_checkpointing=again)
+        for again in (False, True)
+    )
+    assert plain > 10 * again == 10 * 4 * (4 * 8 * 16)
+
+
+def test_checkpointing_is_for_training():
+    """Where nothing is kept for backward, nothing is to be computed again."""
+    model, tokens, calls = make(activation_checkpointing=True), some_tokens(1, 8), []
+    model.blocks[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    model(tokens, tokens)[1].backward()
+    assert len(calls) == 1
+    model.train()(tokens, tokens)[1].backward()
+    assert len(calls) == 3
+    with torch.no_grad():
+        model(tokens, cache=KVCache(model.config, 1))
+    assert len(calls) == 4
 
 
 # ------------------------------------------------------------------------------ Python's contracts

@@ -70,6 +70,20 @@ def test_every_weight_is_moved():
         assert [id(weight) for weight in group["params"]] == [id(w) for w in model.parameters()]
 
 
+def test_vectors_may_be_left_out_of_the_decay():
+    """With decayed="matrices", a step without gradients shrinks matrices and embeddings alone."""
+    model = small_model()
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    settings = TrainSettings(decayed="matrices", weight_decay=0.5, learning_rate=0.1)
+    [optimizer] = make_optimizers(model, settings)
+    for weight in model.parameters():
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    for name, weight in model.named_parameters():
+        share = 1 - 0.1 * 0.5 if weight.dim() > 1 else 1
+        torch.testing.assert_close(weight.detach(), before[name] * share)
+
+
 def test_a_step_is_that_of_adamw():
     """Against the formulas of arXiv:1711.05101, in float64, over three steps."""
     settings = TrainSettings(learning_rate=0.01, weight_decay=0.1, beta1=0.8, beta2=0.9)

@@ -176,7 +176,7 @@ def test_the_comparison_of_runs_can_fail(tiny, straight, tmp_path):
     places = (
         "last.pt/model/head.weight",
         "last.pt/optimizers/0/state/0/exp_avg",
-        "last.pt/random/cpu",
+        "last.pt/random/0/cpu",
     )
     assert {*places, "best.pt/val_loss", "log.csv", "samples.txt"} <= set(found)
 
@@ -455,11 +455,11 @@ def test_two_half_batches_make_the_step_of_a_whole_one(tiny, tmp_path):
         load_checkpoint(tmp_path / name / "last.pt")["model"] for name in ("whole", "halves")
     )
     for name, weight in whole.items():
-        torch.testing.assert_close(halves[name], weight, rtol=0, atol=1e-6)
+        torch.testing.assert_close(halves[name], weight, rtol=0, atol=1e-5)
     tiny(tmp_path / "half", *common)  # one half alone gives others
     assert not torch.allclose(
         load_checkpoint(tmp_path / "half" / "last.pt")["model"]["head.weight"],
-        whole["head.weight"], rtol=0, atol=1e-6,
+        whole["head.weight"], rtol=0, atol=1e-3,
     )  # fmt: skip
 
 
@@ -561,7 +561,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(tiny, tmp_path, monkeypatch
     monkeypatch.setattr(
         torch.nn.utils, "get_total_norm", lambda grads: total_norm(grads) * math.inf
     )
-    with pytest.raises(UserError, match=r"loss 3\.\d+, gradient norm inf at step 1,"):
+    with pytest.raises(UserError, match=r"loss \d\.\d+, gradient norm inf at step 1,"):
         tiny(tmp_path)
     assert load_checkpoint(tmp_path / "last.pt")["step"] == 0
 
@@ -816,6 +816,7 @@ COUNTS = [  # the setting, what is otherwise the same, what is changed, and what
     ("tied_embeddings", "", "--tied_embeddings", WEIGHTS),
     ("qk_norm", "", "--qk_norm", WEIGHTS),
     ("bias", "", "--bias no", WEIGHTS),
+    ("activation_checkpointing", "", "--activation_checkpointing", WORDS),
     ("max_iters", "", "--max_iters 6", WEIGHTS),
     ("batch_size", "", "--batch_size 5", WEIGHTS),
     ("gradient_accumulation_steps", "", "--gradient_accumulation_steps 2", WEIGHTS),
@@ -825,6 +826,7 @@ COUNTS = [  # the setting, what is otherwise the same, what is changed, and what
     ("min_lr", "", "--min_lr 0.0005", WEIGHTS),
     ("warmup_iters", "", "--warmup_iters 2", WEIGHTS),
     ("weight_decay", "", "--weight_decay 0.3", WEIGHTS),
+    ("decayed", "--weight_decay 0.3", "--decayed matrices", WEIGHTS),
     ("beta1", "", "--beta1 0.8", WEIGHTS),
     ("beta2", "", "--beta2 0.9", WEIGHTS),
     ("grad_clip", "", "--grad_clip 0.1", WEIGHTS),
@@ -840,6 +842,7 @@ COUNTS = [  # the setting, what is otherwise the same, what is changed, and what
     ("resume", "", "--resume", WORDS),
     ("overwrite", "--out_dir {there}", "--overwrite", WORDS),
     ("show", "", "--show", WORDS),
+    ("estimate", "", "--estimate", WORDS),
 ]
 
 
@@ -859,6 +862,7 @@ def outcome(tiny, done, tmp_path, tmp_path_factory, monkeypatch, prepare_text, t
     monkeypatch.setattr(settings, "ROOT", tmp_path)
     monkeypatch.setattr(prepare, "fetch", not_there)
     monkeypatch.setattr(machine, "compiled", lambda model, _: print("compiled") or model)
+    monkeypatch.setattr("model.checkpoint", checkpoint_aloud)
 
     def outcome(name, argv):
         root = tmp_path / name
@@ -882,6 +886,11 @@ def outcome(tiny, done, tmp_path, tmp_path_factory, monkeypatch, prepare_text, t
         }
 
     return outcome
+
+
+def checkpoint_aloud(block, *inputs, use_reentrant):
+    print("the inside of a block is not kept")
+    return block(*inputs)
 
 
 def not_there(book, cache, offline):

@@ -1,0 +1,30 @@
+"""nanoGPT's example for a CPU, its size and its 1,536,000 characters, with a better recipe.
+
+python prepare.py shakespeare --split position
+python train.py config/shakespeare_cpu.py
+"""
+
+dataset = "shakespeare"
+
+n_layer = 4
+n_head = 4  # 32 numbers a head
+n_embd = 128  # 0.8 million parameters
+block_size = 64
+dropout = 0.0  # one and a half passes over the text
+
+position = "rope"
+qk_norm = True
+feed_forward = "relu2"
+
+batch_size = 12
+max_iters = 2000
+optimizer = "muon"
+muon_lr = 0.03
+learning_rate = 8e-3  # AdamW's, for embeddings, norms and head
+min_lr = 1e-5
+warmup_iters = 50
+beta2 = 0.99
+decayed = "matrices"
+
+eval_interval = 250
+eval_iters = 20
