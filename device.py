@@ -43,6 +43,15 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
+def allow_tf32(device: torch.device) -> None:
+    """Lets a GPU multiply float32 matrices in TF32: the range of float32, 10 bits after the point.
+
+    Not called for the CPU, where the same switch would mean something else.
+    """
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+
+
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
     """A context in which matrix products run in dtype while the weights stay float32."""
     if dtype == torch.float32:

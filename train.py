@@ -252,6 +252,7 @@ class Training:
         self.settings, self.folder, self.device = settings, folder, device
         self.data, self.text, self.world = data, text, world or World()
         self.dtype = machine.choose_dtype(settings.dtype, device)
+        machine.allow_tf32(device)
         self.step: int = saved["step"] if saved else 0
         self.seconds: float = saved["seconds"] if saved else 0.0  # spent on updates
         self.history: list[dict[str, Any]] = saved["history"] if saved else []

@@ -227,3 +227,24 @@ def test_streams_on_a_gpu():
     drawn = torch.rand(3, device=gpu)
     machine.set_random_state(state, gpu)
     assert torch.equal(torch.rand(3, device=gpu), drawn)
+
+
+def test_a_gpu_may_use_tf32_and_nothing_changes_on_a_cpu(monkeypatch):
+    """There the same switch would allow products in bfloat16."""
+    precisions = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", precisions.append)
+    machine.allow_tf32(CPU)
+    assert precisions == []
+    machine.allow_tf32(torch.device("cuda"))
+    assert precisions == ["high"]
+
+
+def test_batches_are_pinned_on_their_way_to_a_gpu_alone(monkeypatch):
+    """A copy from pinned memory goes on while the host does; others need none."""
+    tensor = torch.arange(3)
+    assert machine.moved(tensor, CPU) is tensor
+    sent = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: sent.append("pinned") or self)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *where, **how: sent.append((where, how)))
+    machine.moved(tensor, torch.device("cuda"))
+    assert sent == ["pinned", ((torch.device("cuda"),), {"non_blocking": True})]
