@@ -80,7 +80,7 @@ class World:
         if self.size == 1:
             return model
         places = [device.index] if device.type == "cuda" else None
-        return DistributedDataParallel(model, places)
+        return DistributedDataParallel(model, places, gradient_as_bucket_view=True)
 
     def error(self, message: str) -> BaseException:
         """The error that all processes raise alike: the first one tells it, the rest are silent."""

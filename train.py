@@ -96,7 +96,7 @@ def estimate(
     def begin_run() -> tuple[Callable[[], object], Callable[[], object]]:
         training = start()
         training.connect()
-        return training.update, training.losses
+        return training.update, lambda: (training.losses(), training.sample())
 
     for line in report(settings, config, device, world.size, begin_run):
         print(line, flush=True)

@@ -20,6 +20,7 @@ learning_rate = 4e-3  # AdamW's, for embeddings, norms and head
 min_lr = 1e-5
 warmup_iters = 20
 beta2 = 0.99  # a short run needs a short memory
+decayed = "matrices"  # a norm has no reason to be pulled to 0
 
 eval_interval = 200
 eval_iters = 10  # 20,000 characters of each split

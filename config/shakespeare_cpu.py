@@ -16,15 +16,15 @@ position = "rope"
 qk_norm = True
 feed_forward = "relu2"
 
-batch_size = 12
-max_iters = 2000
+batch_size = 6  # half of nanoGPT's, and twice its updates
+max_iters = 4000
 optimizer = "muon"
-muon_lr = 0.03
-learning_rate = 8e-3  # AdamW's, for embeddings, norms and head
+muon_lr = 0.02
+learning_rate = 6e-3  # AdamW's, for embeddings, norms and head
 min_lr = 1e-5
 warmup_iters = 50
 beta2 = 0.99
 decayed = "matrices"
 
-eval_interval = 250
-eval_iters = 20
+eval_interval = 500
+eval_iters = 40
