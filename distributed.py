@@ -113,7 +113,7 @@ class World:
 @contextlib.contextmanager
 def joined() -> Iterator[World]:
     """The world that torchrun started this process in; of the others, only errors are heard."""
-    if not dist.is_torchelastic_launched():
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
         yield World()
         return
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

@@ -83,7 +83,8 @@ class LossSettings(Destination):
     """Whose and how"""
 
     run: tuple[str, ...] = setting((), "runs' folders; none: the newest under out/")
-    log: bool = setting(False, "steps on a logarithmic axis, which shows more of the beginning")
+    over: str = setting("step", "what the curves run over", ("step", "minutes"))
+    log: bool = setting(False, "a logarithmic axis, which shows more of the beginning")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,12 +127,13 @@ def draw_loss(chosen: LossSettings) -> Path:
     histories = [load_checkpoint(folder / "last.pt")["history"] for folder in folders]
     if len(folders) == 1:
         path = Path(chosen.out or folders[0] / "loss.png")
-        loss_curves(histories[0], path, f"Losses of {folders[0].resolve().name}", chosen.log)
+        title = f"Losses of {folders[0].resolve().name}"
+        loss_curves(histories[0], path, title, chosen.over, chosen.log)
         return path
     path = Path(chosen.out or folders[0].parent / "losses.png")
     common = os.path.commonpath([folder.resolve().parent for folder in folders])
     names = [str(folder.resolve().relative_to(common)) for folder in folders]
-    compare_losses(dict(zip(names, histories, strict=True)), path, chosen.log)
+    compare_losses(dict(zip(names, histories, strict=True)), path, chosen.over, chosen.log)
     return path
 
 
@@ -180,45 +182,52 @@ def visible(character: str) -> str:
 # ---------------------------------------------------------------------------------------- losses
 
 
-def loss_curves(history: list[dict], path: Path, title: str, log: bool = False) -> None:
+def loss_curves(
+    history: list[dict], path: Path, title: str, over: str = "step", log: bool = False
+) -> None:
     """Draws training and validation loss, the best step marked, and the learning rate below.
 
-    history: a dict for each evaluation, in order, with step, train_loss, val_loss, learning_rate.
-    path: its ending is the format, .png or .svg. log: the steps on a logarithmic axis.
+    history: a dict for each evaluation, in order: step, seconds, train_loss, val_loss and
+        learning_rate.
+    path: its ending is the format, .png or .svg.
+    over: step, or minutes spent on updates. log: that on a logarithmic axis.
     Raises ImportError without matplotlib, as does everything here that draws.
     """
-    figure, above, below = loss_frame([history], title, log)
+    figure, above, below = loss_frame([history], title, over, log)
     for label, key, style, colour in (
         ("training", "train_loss", "s--", TRAINING),
         ("validation", "val_loss", "o-", VALIDATION),
     ):
         label = f"{label}, {history[0][key]:.2f} to {history[-1][key]:.2f}"
-        draw_curve(above, history, key, style, color=colour, label=label)
+        draw_curve(above, history, key, style, over, color=colour, label=label)
     best = min(history, key=lambda row: row["val_loss"])
     label = f"best: {best['val_loss']:.3f} at step {best['step']:,}"
-    above.plot(best["step"], best["val_loss"], "*", color="black", markersize=12, label=label)
-    draw_curve(below, history, "learning_rate", "-", color="0.3")
+    draw_curve(above, [best], "val_loss", "*", over, color="black", markersize=12, label=label)
+    draw_curve(below, history, "learning_rate", "-", over, color="0.3")
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     save(figure, path)
 
 
-def compare_losses(histories: dict[str, list[dict]], path: Path, log: bool = False) -> None:
+def compare_losses(
+    histories: dict[str, list[dict]], path: Path, over: str = "step", log: bool = False
+) -> None:
     """Draws the losses of several runs, by name, in one picture; a star marks each one's best."""
-    figure, above, below = loss_frame(list(histories.values()), "Losses of several runs", log)
+    title = "Losses of several runs"
+    figure, above, below = loss_frame(list(histories.values()), title, over, log)
     for (name, history), look in zip(histories.items(), looks(len(histories)), strict=True):
         best = min(history, key=lambda row: row["val_loss"])
         label = f"{name}, best {best['val_loss']:.3f} at step {best['step']:,}"
-        draw_curve(above, history, "val_loss", "-", label=label, **look)
-        above.plot(best["step"], best["val_loss"], "*", color=look["color"], markersize=12)
-        draw_curve(above, history, "train_loss", ":", color=look["color"], alpha=0.7)
-        draw_curve(below, history, "learning_rate", "-", color=look["color"])
+        draw_curve(above, history, "val_loss", "-", over, label=label, **look)
+        draw_curve(above, [best], "val_loss", "*", over, color=look["color"], markersize=12)
+        draw_curve(above, history, "train_loss", ":", over, color=look["color"], alpha=0.7)
+        draw_curve(below, history, "learning_rate", "-", over, color=look["color"])
     above.plot([], [], ":", color="0.3", label="dotted: training")
     figure.legend(loc="outside lower left", frameon=False)
     save(figure, path)
 
 
 def loss_frame(
-    histories: list[list[dict]], title: str, log: bool
+    histories: list[list[dict]], title: str, over: str, log: bool
 ) -> tuple["Figure", "Axes", "Axes"]:
     """A figure, its axes for losses, and below them those for learning rates."""
     figure = new_figure(8, 6 + 0.2 * len(histories))  # a line of the legend for each
@@ -228,9 +237,12 @@ def loss_frame(
     above.set_ylim(*loss_range(histories))
     below.set_ylabel("learning rate")
     if log:  # linear up to the first evaluation, so that step 0 is on it
-        first = min(history[min(1, len(history) - 1)]["step"] for history in histories)
-        below.set_xscale("symlog", linthresh=max(1, first))
-    label_steps(below)
+        first = min(places(history[:2], over)[-1] for history in histories)
+        below.set_xscale("symlog", linthresh=first or 1)
+    if over == "step":
+        label_steps(below)
+    else:
+        below.set_xlabel("minutes")
     above.grid(alpha=0.3)
     below.grid(alpha=0.3)
     return figure, above, below
@@ -246,11 +258,19 @@ def label_steps(axes: "Axes") -> None:
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 
 
-def draw_curve(axes: "Axes", history: list[dict], key: str, style: str, **look: Any) -> None:
-    """Draws what the evaluations say of `key` over their steps."""
-    steps, values = [row["step"] for row in history], [row[key] for row in history]
+def draw_curve(
+    axes: "Axes", history: list[dict], key: str, style: str, over: str = "step", **look: Any
+) -> None:
+    """Draws what the evaluations say of `key` over their steps or minutes."""
+    values = [row[key] for row in history]
     marked = max(1, len(history) // 25)  # a mark on every one of a thousand points would be a smear
-    axes.plot(steps, values, style, markevery=marked, markersize=4, **look)
+    look = {"markersize": 4, "markevery": marked} | look
+    axes.plot(places(history, over), values, style, **look)
+
+
+def places(history: list[dict], over: str) -> list[float]:
+    """Where the evaluations lie on the x axis."""
+    return [row["step"] if over == "step" else row["seconds"] / 60 for row in history]
 
 
 def loss_range(histories: list[list[dict]]) -> tuple[float, float]:

@@ -165,11 +165,13 @@ def open_data_in_turn(
     for turn in (world.is_first, not world.is_first):
         with world.agreeing():
             if turn:
-                opened = open_data(settings, saved)
+                opened = open_data(settings, saved, world)
     return opened
 
 
-def open_data(settings: TrainSettings, saved: dict[str, Any] | None) -> tuple[Dataset, str]:
+def open_data(
+    settings: TrainSettings, saved: dict[str, Any] | None, world: World
+) -> tuple[Dataset, str]:
     """The prepared text, and the name it was found by: another's, where that had to stand in."""
     name = settings.dataset
     if saved and saved["settings"]["dataset"] == name:
@@ -177,8 +179,9 @@ def open_data(settings: TrainSettings, saved: dict[str, Any] | None) -> tuple[Da
     folder, message = ensure_dataset(name, settings.data_dir, settings.offline)
     data = load_dataset(folder)
     if message:
-        print(message, file=sys.stderr)
         name = data.meta["name"]
+        if world.is_first:
+            print(message, file=sys.stderr)
     check_lengths(data, settings.block_size)
     if saved and saved["text"]["fingerprint"] != data.meta["fingerprint"]:
         raise UserError(

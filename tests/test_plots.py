@@ -34,6 +34,7 @@ def history_of(count):
             "train_loss": 1 + 3.4 * math.exp(-2 * i),
             "val_loss": 1.1 + 3.3 * math.exp(-2 * i) + 0.5 * i / count,
             "learning_rate": 1e-3,
+            "seconds": 360.0 * i,
         }
         for i in range(count)
     ]
@@ -46,7 +47,7 @@ def texts(path):
 
 def drawn(history, path, title="a run", log=False):
     """The texts of a picture of the losses."""
-    loss_curves(history, path, title, log)
+    loss_curves(history, path, title, log=log)
     return texts(path)
 
 
@@ -65,7 +66,7 @@ def model_of(text="the cat sat, 3 times", **shape):
 def test_a_picture_of_any_number_of_evaluations(tmp_path, count):
     """One row at the first evaluation, a thousand at the end of a long run: PNG, and no warning."""
     for log in (False, True):
-        loss_curves(history_of(count), tmp_path / "loss.png", "a run", log)
+        loss_curves(history_of(count), tmp_path / "loss.png", "a run", log=log)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
 
@@ -127,6 +128,15 @@ def test_several_runs_in_one_picture(tmp_path):
     told = texts(tmp_path / "losses.svg")
     assert {"out/a$b$, best 1.183 at step 150", "dotted: training", "learning rate"} <= set(told)
     assert "2.6" in told and "4.0" not in told
+
+
+def test_losses_over_the_minutes(tmp_path):
+    """So that runs with updates of different lengths can be compared: 19 times six minutes."""
+    for log in (False, True):
+        compare_losses({"a": history_of(20)}, tmp_path / "losses.svg", "minutes", log)
+        told = texts(tmp_path / "losses.svg")
+        assert "minutes" in told and "step" not in told
+        assert log or ("100" in told and "200" not in told)
 
 
 def test_a_failure_leaves_the_picture_before_as_it_was(tmp_path, monkeypatch):
