@@ -193,7 +193,7 @@ def evaluation_batches(
 
     windows: how many. None, or as many as there are: the whole split, in which each token but the
         first is predicted once; what is left at the end is a batch of one shorter window.
-    world_size: processes, of which each gets every so manieth batch, some perhaps none.
+    world_size: processes, which take the batches in turn; of few batches, some get none.
     """
     whole, left = divmod(len(tokens) - 1, block_size)
     count = whole if windows is None else min(windows, whole)

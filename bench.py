@@ -239,8 +239,8 @@ def rates(device: torch.device) -> dict[str, float | None]:
 
 def memory(options: BenchSettings, device: torch.device) -> Iterator[Figure]:
     """Megabytes that an update takes at its peak, beside the weights; each in a fresh process."""
-    if device.type == "mps":
-        return  # tells no peak
+    if device.type == "mps" or (device.type == "cpu" and sys.platform == "win32"):
+        return  # they tell no peak
     turns, spawn = min(3, options.turns), multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as fresh:
         grown = {
@@ -265,7 +265,7 @@ def peak_memory(device: torch.device) -> int:
     status = Path("/proc/self/status")
     if status.exists():  # Linux, whose getrusage begins with what the parent process held
         return int(re.search(r"VmHWM:\s*(\d+) kB", status.read_text("utf-8"))[1]) * 1024
-    import resource  # Windows has none
+    import resource  # Windows has none; the unit here is macOS's
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 

@@ -105,7 +105,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: a file of another program, or its weights alone")
     if checkpoint["format"] != FORMAT:
         raise UserError(
-            f"{path}: format {checkpoint['format']}; this version reads format {FORMAT}"
+            f"{path}: format {checkpoint['format']}; this version reads format {FORMAT}: "
+            "train anew, or use the version that wrote it"
         )
     return checkpoint
 

@@ -43,6 +43,15 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
+def check_dtype(name: str, device: torch.device) -> None:
+    """Raises UserError for a precision whose gradients would be lost on that device."""
+    if name == "float16" and device.type != "cuda":
+        raise UserError(
+            f"dtype = float16 on {device}: its small gradients would be 0 without the scaling "
+            "that is done on cuda; take bfloat16 or float32"
+        )
+
+
 def allow_tf32(device: torch.device) -> None:
     """Lets a GPU multiply float32 matrices in TF32: the range of float32, 10 bits after the point.
 

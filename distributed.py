@@ -1,11 +1,12 @@
 """Several processes as one: torchrun starts them, and each takes its share of every batch.
 
-Without torchrun there is one process, the world is of size 1, and nothing here does anything.
+Without torchrun there is one process in the world, and all that is here changes nothing.
 """
 
 import contextlib
 import datetime
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,10 @@ from settings import UserError
 # The longest wait for the others, while the first saves or prepares a text. A process that ends is
 # missed at once, by its closed connections; this is for one that hangs, or a machine cut off.
 TIMEOUT = datetime.timedelta(minutes=10)
+LOST = (
+    "another process of this run ended or does not answer; what was saved last is whole, and the "
+    "same command with --resume goes on from there"
+)
 
 
 @dataclass(frozen=True)
@@ -80,15 +85,13 @@ class World:
         if self.size == 1:
             return model
         places = [device.index] if device.type == "cuda" else None
-        return DistributedDataParallel(model, places, gradient_as_bucket_view=True)
-
-    def error(self, message: str) -> BaseException:
-        """The error that all processes raise alike: the first one tells it, the rest are silent."""
-        return UserError(message) if self.is_first else SystemExit(2)
+        parallel = DistributedDataParallel(model, places, gradient_as_bucket_view=True)
+        parallel.broadcast_buffers = False  # they hold the same in all processes: tables
+        return parallel
 
     @contextlib.contextmanager
     def agreeing(self) -> Iterator[None]:
-        """A block that goes well in all processes, or ends all of them: one message for each way.
+        """A block that goes well in all processes, or raises what went wrong in any in all.
 
         What is in the block must not talk to the others.
         """
@@ -101,18 +104,27 @@ class World:
             problem = str(error)
         problems = dict.fromkeys(filter(None, self.gather(problem)))  # the same ones once
         if problems:
-            raise self.error("\n".join(problems))
+            raise UserError("\n".join(problems))
 
     def check_alike(self, **items: object) -> None:
-        """Raises the error of all where the processes were not given the same."""
-        for name, item in items.items():
-            if any(other != item for other in self.gather(item)):
-                raise self.error(f"the processes differ in their {name}; give all the same")
+        """Raises UserError, in all processes, for each item that is not the same in all."""
+        given = self.gather(items)
+        values = {name: dict.fromkeys(str(each[name]) for each in given) for name in items}
+        problems = [
+            f"{name} = {' and '.join(different)} in different processes; give all the same"
+            for name, different in values.items()
+            if len(different) > 1
+        ]
+        if problems:
+            raise UserError("\n".join(problems))
 
 
 @contextlib.contextmanager
 def joined() -> Iterator[World]:
-    """The world that torchrun started this process in; of the others, only errors are heard."""
+    """The world that torchrun started this process in; the first process alone prints.
+
+    A UserError is told by the process that comes first with one; the others end with code 2.
+    """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         yield World()
         return
@@ -121,20 +133,32 @@ def joined() -> Iterator[World]:
     gpus = torch.cuda.is_available() and dist.is_nccl_available()
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=TIMEOUT)
     try:
-        with open(os.devnull, "w") as nowhere:
-            silent = contextlib.redirect_stdout(nowhere)
-            with contextlib.nullcontext() if world.is_first else silent:
-                yield world
-    except RuntimeError as error:
-        if not is_loss(error):
+        with (
+            open(os.devnull, "w", encoding="utf-8") as nowhere,
+            contextlib.redirect_stdout(sys.stdout if world.is_first else nowhere),
+        ):
+            yield world
+    except (RuntimeError, UserError) as error:
+        if isinstance(error, RuntimeError) and not is_loss(error):
             raise
-        raise world.error(
-            "another process of this run ended; what was saved last is whole, to go on from with "
-            "the same command and --resume"
-        ) from error
+        if not is_first_to_tell():
+            raise SystemExit(2) from error
+        raise error if isinstance(error, UserError) else UserError(LOST) from error
     dist.destroy_process_group()  # not after an error: it might wait for those who are gone
 
 
 def is_loss(error: RuntimeError) -> bool:
     """Whether this is how torch tells that a process at the other end is gone."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
+def is_first_to_tell() -> bool:
+    """Whether no other process has told why the run ends; so, too, if that cannot be asked.
+
+    torchrun keeps the store that is asked, so it is there even if the first process is not.
+    """
+    try:
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return dist.TCPStore(*place, is_master=False).add("told", 1) == 1
+    except RuntimeError:
+        return True

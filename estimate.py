@@ -32,21 +32,24 @@ def report(
     config: ModelConfig,
     device: torch.device,
     processes: int,
+    there: float,
     begin: Callable[[], tuple[Action, Action]],
 ) -> Iterator[str]:
     """The lines to print, as they become known.
 
     processes: among which each batch is shared out.
+    there: bytes of memory that each process could have.
     begin: sets the run up, if there is room for it; gives what makes an update and what evaluates.
     """
     yield from sizes(settings, config)
-    need, there = rehearse(settings, config, device, processes), memory_there(device)
+    need = rehearse(settings, config, device, processes)
     dtype = str(machine.choose_dtype(settings.dtype, device)).removeprefix("torch.")
     windows = f"{settings.batch_size // processes} windows of {settings.block_size} tokens"
-    each, known = " of each process" * (processes > 1), f"of {in_bytes(there)}" * (there < math.inf)
+    each = " of each process" if processes > 1 else ""
+    known = f"of {in_bytes(there)}" if there < math.inf else ""
     yield f"\nMemory{each} (computed: {windows} at a time, in {dtype})"
     for name, count in need.items():
-        yield row(name, in_bytes(count), known * (name == MOST))
+        yield row(name, in_bytes(count), known if name == MOST else "")
     for change in lighter(settings, device, processes, need[MOST] / (ROOM * there)):
         changed = rehearse(dataclasses.replace(settings, **change), config, device, processes)
         options = " ".join(f"--{name}={show(value)}" for name, value in change.items())
@@ -142,16 +145,15 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-def memory_there(device: torch.device) -> float:
-    """Bytes that one process could have at best; infinity where the system does not say."""
+def memory_there(device: torch.device, processes: int) -> float:
+    """Bytes for each of so many processes on this machine; infinity if the system does not say."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
     if not hasattr(os, "sysconf"):  # as on Windows
         return math.inf
-    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return whole / int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun's word for those here
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / processes
 
 
 def lighter(
@@ -165,7 +167,8 @@ def lighter(
         enough = (n for n in range(2, windows) if windows % n == 0 and n >= excess)
         parts = next(enough, windows)
         passes = settings.gradient_accumulation_steps * parts
-        yield {"batch_size": settings.batch_size // parts, "gradient_accumulation_steps": passes}
+        change = {"batch_size": settings.batch_size // parts, "gradient_accumulation_steps": passes}
+        yield change | {"eval_iters": settings.eval_iters * parts}  # it counts batches
     if machine.choose_dtype(settings.dtype, device) == torch.float32:
         yield {"dtype": "bfloat16"}
 
@@ -185,7 +188,8 @@ def times(
     )
     evaluation = seconds(evaluate, device)
     count = -(-settings.max_iters // settings.eval_interval) + 1  # the first before any update
-    yield row("an evaluation", in_time(evaluation), f"{count:,} of them, not counting the saving")
+    yield row("an evaluation", in_time(evaluation), f"{count:,} of them; saving comes on top,")
+    yield row("", "", "and the whole validation split at the end")
     yield row("the run", in_time(settings.max_iters * one + count * evaluation))
 
 

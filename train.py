@@ -36,7 +36,7 @@ from checkpoint import (
     write_text,
 )
 from distributed import World, joined
-from estimate import report
+from estimate import memory_there, report, tokens_per_update
 from generate import write
 from model import ModelConfig, Transformer
 from optimizer import make_optimizers, make_schedule
@@ -45,7 +45,7 @@ from prepare import ensure_dataset
 from settings import ModelSettings, TrainSettings, UserError, listing, resolve, run, runs_folder
 
 CHECK_INTERVAL = 10  # updates between looks at the loss: each look makes a GPU wait
-EVALUATION_TOKENS = 8192  # at once, at least: without gradients there is room
+EVALUATION_TOKENS = 8192  # at a time, or a batch if that is more: without gradients there is room
 SAMPLE_LENGTH = 200  # characters the model writes at each evaluation
 
 
@@ -69,14 +69,16 @@ def begin(argv: list[str], world: World) -> int:
             return 0
         check_shares(settings, world)
         device = world.device(machine.choose_device(settings.device))
+        machine.check_dtype(settings.dtype, device)
         if not settings.estimate:
             check_folder(settings, folder)
+    step = saved["step"] if saved else 0
+    world.check_alike(**settings.record(), steps=step, estimate=settings.estimate)
     if saved and is_done(saved["step"], saved["history"], settings):
         print(f"already done: {folder} is at step {saved['step']} of {settings.max_iters}")
         return 0
     data, text = open_data_in_turn(settings, saved, world)
-    step = saved["step"] if saved else 0
-    world.check_alike(settings=settings.record(), text=data.meta["fingerprint"], steps=step)
+    world.check_alike(text=data.meta["fingerprint"])
     start = functools.partial(Training, settings, folder, device, data, text, saved, world)
     with memory_advice(settings, data):
         if settings.estimate:
@@ -91,14 +93,16 @@ def estimate(
     device: torch.device,
     world: World,
 ) -> int:
-    """Prints what the run would take; writes nothing."""
+    """Prints what the run would take, and makes no run."""
+    memory = -world.max(-memory_there(device, world.local_size))  # where there is least
 
     def begin_run() -> tuple[Callable[[], object], Callable[[], object]]:
-        training = start()
+        with world.agreeing():
+            training = start()
         training.connect()
         return training.update, lambda: (training.losses(), training.sample())
 
-    for line in report(settings, config, device, world.size, begin_run):
+    for line in report(settings, config, device, world.size, memory, begin_run):
         print(line, flush=True)
     return 0
 
@@ -161,10 +165,11 @@ def check_shares(settings: TrainSettings, world: World) -> None:
 def open_data_in_turn(
     settings: TrainSettings, saved: dict[str, Any] | None, world: World
 ) -> tuple[Dataset, str]:
-    """The text, which the first process prepares, if need be, before the others look for it."""
-    for turn in (world.is_first, not world.is_first):
+    """The text; where it has to be prepared, the first process of each machine does, in turn."""
+    own = 0 if world.is_first else 1 if world.local_rank == 0 else 2
+    for turn in range(3):
         with world.agreeing():
-            if turn:
+            if turn == own:
                 opened = open_data(settings, saved, world)
     return opened
 
@@ -202,8 +207,8 @@ def memory_advice(
     settings: TrainSettings, data: Dataset
 ) -> contextlib.AbstractContextManager[None]:
     """A block that, should it run out of memory, ends with what to lower."""
-    advice = f"{size(settings, data)}; lower batch_size, block_size or n_embd"
-    return machine.memory_advice(advice)
+    change = "lower batch_size, block_size or n_embd; --estimate tells what that saves"
+    return machine.memory_advice(f"{size(settings, data)}; {change}")
 
 
 def size(settings: TrainSettings, data: Dataset) -> str:
@@ -307,23 +312,23 @@ class Training:
         bar = tqdm(total=total, initial=first, unit="step", disable=quiet)
         with bar:
             while True:
-                interrupt.signal = int(self.world.max(interrupt.signal))
-                if self.is_due() and not (interrupt.signal and self.history):
+                number = int(self.world.max(interrupt.signal))  # the same in all processes
+                if self.is_due() and not (number and self.history):
                     self.evaluate(bar)
-                if interrupt.signal or is_done(self.step, self.history, self.settings):
+                if number or is_done(self.step, self.history, self.settings):
                     break
                 self.update()
                 bar.update()
                 if self.step % CHECK_INTERVAL == 0:
                     self.look(bar)
                 if self.step - first == CHECK_INTERVAL:
-                    bar.write(self.estimate())
-            if interrupt.signal:
+                    bar.write(self.time_left())
+            if number:
                 self.look(bar)
                 self.save()
         if is_done(self.step, self.history, self.settings):
             return self.finished()
-        return self.stopped(interrupt.signal)
+        return self.stopped(number)
 
     def update(self) -> None:
         """One update of the weights, from gradient_accumulation_steps batches."""
@@ -374,9 +379,9 @@ class Training:
             f"loss {self.batch_loss:.3f}, lr {self.rate():.1e}, {self.speed():,.0f} tokens/s", False
         )
 
-    def diverged(self, what: str) -> BaseException:
+    def diverged(self, what: str) -> UserError:
         """The error that stops a run whose numbers have left the scale."""
-        return self.world.error(
+        return UserError(
             f"{what}, learning_rate {self.settings.learning_rate:g}: lower it or set grad_clip; "
             f"what was saved before in {self.folder} is untouched"
         )
@@ -445,12 +450,16 @@ class Training:
         return total / count
 
     def save(self) -> None:
-        """Writes the run's files; last.pt last: what a kill leaves out is made again from it."""
+        """Saves the run, in the first process, unless its weights have left the scale."""
         if not all(weight.isfinite().all() for weight in self.model.parameters()):
             raise self.diverged(f"a weight is not finite at step {self.step}")
         state = self.state()
-        if not self.world.is_first:
-            return
+        with self.world.agreeing():  # no process leaves before it is written
+            if self.world.is_first:
+                self.write_files(state)
+
+    def write_files(self, state: dict[str, Any]) -> None:
+        """Writes the run's files; last.pt last: what a kill leaves out is made again from it."""
         if is_evaluated(self.step, self.history) and best_row(self.history) is self.history[-1]:
             save_checkpoint(state, self.folder / "best.pt")
         described = self.settings.record() | {"text": self.text}
@@ -489,14 +498,9 @@ class Training:
         """The learning rate of the next update."""
         return self.schedules[0].get_last_lr()[0]
 
-    def tokens_per_step(self) -> int:
-        """Tokens that one update learns from."""
-        one = self.settings.batch_size * self.settings.block_size
-        return one * self.settings.gradient_accumulation_steps
-
     def speed(self) -> float:
         """Tokens learned from per second, over the whole run."""
-        return self.tokens_per_step() * self.step / max(self.seconds, 1e-9)
+        return tokens_per_update(self.settings) * self.step / max(self.seconds, 1e-9)
 
     def announce(self) -> None:
         """Says what is about to happen."""
@@ -512,7 +516,7 @@ class Training:
             f"validate with, {data.tokenizer.vocab_size} different ones"
         )
         print(
-            f"{settings.max_iters:,} updates of {self.tokens_per_step():,} characters, "
+            f"{settings.max_iters:,} updates of {tokens_per_update(self.settings):,} characters, "
             f"{windows / self.batches.windows_per_epoch:.1f} passes; run folder {self.folder}"
         )
         if self.step:
@@ -522,7 +526,7 @@ class Training:
                 "matplotlib is not installed, so there will be no loss.png: pip install matplotlib"
             )
 
-    def estimate(self) -> str:
+    def time_left(self) -> str:
         """How long the rest will take, going by the updates so far."""
         left = (self.settings.max_iters - self.step) * self.seconds / self.step
         return f"about {left / 60:.0f} minutes to go, at {self.speed():,.0f} characters a second"

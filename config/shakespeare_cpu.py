@@ -10,7 +10,7 @@ n_layer = 4
 n_head = 4  # 32 numbers a head
 n_embd = 128  # 0.8 million parameters
 block_size = 64
-dropout = 0.0  # one and a half passes over the text
+dropout = 0.0  # not one pass over the text
 
 position = "rope"
 qk_norm = True

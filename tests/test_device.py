@@ -229,6 +229,14 @@ def test_streams_on_a_gpu():
     assert torch.equal(torch.rand(3, device=gpu), drawn)
 
 
+def test_float16_needs_the_scaling_of_cuda():
+    """Without it small gradients are 0, and the loss just stays where it is."""
+    with pytest.raises(UserError, match=r"dtype = float16 on cpu: .* bfloat16 or float32"):
+        machine.check_dtype("float16", CPU)
+    machine.check_dtype("float16", torch.device("cuda"))
+    machine.check_dtype("auto", CPU)
+
+
 def test_a_gpu_may_use_tf32_and_nothing_changes_on_a_cpu(monkeypatch):
     """There the same switch would allow products in bfloat16."""
     precisions = []

@@ -1,6 +1,7 @@
 """The rules of several processes: they are one run, they end together, and they say so once."""
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -15,18 +16,20 @@ import torch
 from conftest import REPOSITORY, TINY
 
 import distributed
+from batches import load_dataset
 from checkpoint import load_checkpoint
 from distributed import World
-from settings import UserError
+from settings import TrainSettings, UserError
+from train import Training
 
 LIMIT = 120  # seconds that any of these may take; a hung process would take TIMEOUT
 SETTINGS = [*TINY, "--device=cpu", "--dropout=0", "--max_iters=20", "--eval_interval=10"]
 
 
 @pytest.fixture
-def torchrun(data_dir: Path) -> Callable[..., subprocess.Popen]:
+def torchrun(data_dir: Path) -> Iterator[Callable[..., subprocess.Popen]]:
     """Starts train.py in so many processes; both streams of all of them are the pipe `stdout`."""
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    started: list[subprocess.Popen] = []
 
     def torchrun(count: int, folder: Path, *argv: str) -> subprocess.Popen:
         start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
@@ -34,12 +37,19 @@ def torchrun(data_dir: Path) -> Callable[..., subprocess.Popen]:
             start = []
         places = [f"--data_dir={data_dir}", f"--out_dir={folder}"]
         command = [sys.executable, *start, str(REPOSITORY / "train.py"), *places, *argv]
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env=environment | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
         )  # fmt: skip
+        started.append(process)
+        return process
 
-    return torchrun
+    yield torchrun
+    for process in started:
+        if process.poll() is None:  # a test failed, and left it running
+            for pid in (*children(process.pid), process.pid):
+                os.kill(pid, signal.SIGKILL)
+        process.communicate()
 
 
 def ended(process: subprocess.Popen) -> str:
@@ -110,6 +120,80 @@ def test_each_process_takes_the_gpu_of_its_number(monkeypatch):
     assert taken == [1]
 
 
+class Pair(World):
+    """A world of two as seen by the first, the other being at one with it: no one is asked."""
+
+    def gather(self, item):
+        return [item, item]
+
+    def sum(self, values):
+        return [2 * value for value in values]
+
+    def max(self, value):
+        return value
+
+
+def a_pair(data_dir: Path, **changes: object) -> Training:
+    """A run of such a pair."""
+    settings = TrainSettings(
+        n_layer=1, n_head=1, n_embd=8, block_size=8, batch_size=4, device="cpu", **changes
+    )
+    data = load_dataset(data_dir / "page")
+    return Training(settings, Path("none"), torch.device("cpu"), data, "page", None, Pair(0, 2))
+
+
+def test_gradients_are_averaged_once_an_update(data_dir):
+    """In the last of its backward passes; the ones before are held back."""
+    training = a_pair(data_dir, gradient_accumulation_steps=3)
+    held: list[str] = []
+
+    class Parallel(torch.nn.Module):
+        def forward(self, *batch):
+            held.append("forward")
+            return training.forward(*batch)
+
+        @contextlib.contextmanager
+        def no_sync(self):
+            held.append("held")
+            yield
+
+    training.parallel = Parallel()
+    training.update()
+    assert held == ["held", "forward", "held", "forward", "forward"]
+
+
+def test_what_the_processes_were_given_must_be_the_same(monkeypatch):
+    """Each setting that differs is named, with its values."""
+    other = {"n_layer": 2, "text": "a", "seed": 1}
+    monkeypatch.setattr(World, "gather", lambda self, item: [item, other])
+    with pytest.raises(UserError, match="n_layer = 1 and 2 in different processes") as error:
+        World(0, 2).check_alike(n_layer=1, text="a", seed=1)
+    assert "text" not in str(error.value) and "seed" not in str(error.value)
+
+
+def test_what_went_wrong_in_one_process_is_raised_in_all(monkeypatch):
+    """And what went wrong in several ways, each way once."""
+    monkeypatch.setattr(World, "gather", lambda self, item: [item, "it broke", "it broke"])
+    with pytest.raises(UserError, match=r"^it broke$"), World(0, 3).agreeing():
+        pass
+    with pytest.raises(UserError, match=r"^here\nit broke$"), World(0, 3).agreeing():
+        raise UserError("here")
+
+
+def test_a_signal_that_comes_while_the_processes_agree_counts(tiny, tmp_path, monkeypatch):
+    """It must not be overwritten with what they agreed on before."""
+    calls = itertools.count()
+
+    def agree(self, value):
+        if next(calls) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return value
+
+    monkeypatch.setattr(World, "max", agree)
+    assert tiny(tmp_path) == 130
+    assert load_checkpoint(tmp_path / "last.pt")["step"] == 4
+
+
 # ------------------------------------------------------------------------- several processes
 
 
@@ -162,6 +246,26 @@ def test_each_process_keeps_its_own_dropout(torchrun, tmp_path):
 
 
 @pytest.mark.slow
+def test_an_estimate_of_several_processes(torchrun, tmp_path):
+    """It times updates of all of them, and is printed once."""
+    process = torchrun(2, tmp_path / "run", *SETTINGS, "--estimate")
+    said = ended(process)
+    assert process.returncode == 0 and said.count("the run ") == 1
+    assert "Memory of each process (computed: 2 windows of 32 tokens" in said
+
+
+@pytest.mark.slow
+def test_one_process_alone_may_be_told_to_stop(torchrun, tmp_path):
+    """All stop with it, and the first has saved before any of them leaves."""
+    process = torchrun(2, tmp_path / "run", *SETTINGS, "--max_iters=100000")
+    wait_for(process, "step 20:")
+    os.kill(children(process.pid)[1], signal.SIGTERM)
+    said = ended(process)
+    saved = load_checkpoint(tmp_path / "run" / "last.pt")["step"]
+    assert f"stopped at step {saved} and saved" in said
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -169,6 +273,7 @@ def test_each_process_keeps_its_own_dropout(torchrun, tmp_path):
         (["--n_haed=2"], "n_haed: there is no such setting; did you mean n_head?"),
         (["--learning_rate=1e30", "--max_iters=300"], "lower it or set grad_clip"),
         (["--device=cuda:99"], "device = 'cuda:99': this machine has"),
+        (["--dtype=float16"], "dtype = float16 on cpu"),
     ],
 )
 def test_an_error_of_all_is_told_once(torchrun, tmp_path, argv, message):
@@ -180,11 +285,12 @@ def test_an_error_of_all_is_told_once(torchrun, tmp_path, argv, message):
 
 
 @pytest.mark.slow
-def test_a_killed_process_ends_the_others(torchrun, tmp_path):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_process_ends_the_others(torchrun, tmp_path, rank):
     """With one line of what to do; and the run goes on from what it saved last."""
-    process = torchrun(2, tmp_path / "run", *SETTINGS, "--max_iters=100000")
+    process = torchrun(3, tmp_path / "run", *SETTINGS, "--batch_size=6", "--max_iters=100000")
     wait_for(process, "step 20:")
-    os.kill(children(process.pid)[-1], signal.SIGKILL)
+    os.kill(children(process.pid)[rank], signal.SIGKILL)
     said = ended(process)
     assert said.count("another process of this run ended") == 1
     saved = load_checkpoint(tmp_path / "run" / "last.pt")["step"]
