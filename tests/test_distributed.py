@@ -250,7 +250,7 @@ def test_an_estimate_of_several_processes(torchrun, tmp_path):
     """It times updates of all of them, and is printed once."""
     process = torchrun(2, tmp_path / "run", *SETTINGS, "--estimate")
     said = ended(process)
-    assert process.returncode == 0 and said.count("the run ") == 1
+    assert process.returncode == 0 and said.count("\n  the run ") == 1
     assert "Memory of each process (computed: 2 windows of 32 tokens" in said
 
 
@@ -272,8 +272,6 @@ def test_one_process_alone_may_be_told_to_stop(torchrun, tmp_path):
         (["--batch_size=3"], "batch_size = 3 cannot be shared out among 2 processes"),
         (["--n_haed=2"], "n_haed: there is no such setting; did you mean n_head?"),
         (["--learning_rate=1e30", "--max_iters=300"], "lower it or set grad_clip"),
-        (["--device=cuda:99"], "device = 'cuda:99': this machine has"),
-        (["--dtype=float16"], "dtype = float16 on cpu"),
     ],
 )
 def test_an_error_of_all_is_told_once(torchrun, tmp_path, argv, message):
