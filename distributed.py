@@ -21,6 +21,7 @@ from settings import UserError
 # The longest wait for the others, while the first saves or prepares a text. A process that ends is
 # missed at once, by its closed connections; this is for one that hangs, or a machine cut off.
 TIMEOUT = datetime.timedelta(minutes=10)
+PATIENCE = datetime.timedelta(seconds=5)  # with a store that may be gone with its torchrun
 LOST = (
     "another process of this run ended or does not answer; what was saved last is whole, and the "
     "same command with --resume goes on from there"
@@ -159,6 +160,7 @@ def is_first_to_tell() -> bool:
     """
     try:
         place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        return dist.TCPStore(*place, is_master=False).add("told", 1) == 1
+        store = dist.TCPStore(*place, is_master=False, timeout=PATIENCE)
+        return store.add(f"told {os.environ['TORCHELASTIC_RESTART_COUNT']}", 1) == 1
     except RuntimeError:
         return True

@@ -32,6 +32,7 @@ from tqdm import tqdm
 import device as machine
 import settings
 from checkpoint import load_checkpoint, locked
+from distributed import World
 from results import PLACES, compare, in_words
 from settings import Field, TrainSettings, UserError, arguments, resolve, setting, show
 from train import Interrupt, Training, is_done, open_data
@@ -208,7 +209,7 @@ def measure(chosen: TrainSettings) -> tuple[float, float]:
     Raises UserError for settings with which no run is possible here, such as too short a text.
     """
     device = machine.choose_device(chosen.device)
-    data, text = open_data(chosen, None)
+    data, text = open_data(chosen, None, World())
     silence, bar = contextlib.redirect_stdout(io.StringIO()), tqdm(disable=True)
     with tempfile.TemporaryDirectory() as folder, silence, machine.memory_advice("a smaller model"):
         training = Training(

@@ -442,7 +442,8 @@ def test_a_checkpoint_of_another_program(tmp_path, content):
 def test_another_format_of_ours(tmp_path, number):
     """Both numbers are told."""
     torch.save(small() | {"format": number}, tmp_path / "last.pt")
-    expected = f"format {number}; this version reads format {FORMAT}"
+    remedy = "train anew, or use the version that wrote it"
+    expected = f"format {number}; this version reads format {FORMAT}: {remedy}"
     assert refusal(tmp_path / "last.pt") == expected
 
 

@@ -190,7 +190,8 @@ Memory of each process (computed: 2 windows of 16 tokens at a time, in float32)
   activations kept         0.1 MiB
   most at one time         0.6 MiB  of 8.0 GiB
   or instead               0.6 MiB  with --activation_checkpointing=true
-  or instead               0.5 MiB  with --batch_size=2 --gradient_accumulation_steps=2 --eval_iters=20
+  or instead               0.5 MiB  with --batch_size=2 --gradient_accumulation_steps=2\
+ --eval_iters=20
 
 Time (measured: 3 updates, one evaluation, on cpu (2 threads))
   an update                 200 ms  320 tokens a second

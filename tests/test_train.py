@@ -622,7 +622,7 @@ def test_out_of_memory_is_one_line_of_advice(tiny, tmp_path, monkeypatch, error)
         tiny(tmp_path)
     assert str(stopped.value) == (
         "out of memory: 28,969 parameters, batch_size 4, block_size 32; "
-        "lower batch_size, block_size or n_embd"
+        "lower batch_size, block_size or n_embd; --estimate tells what that saves"
     )
 
 
