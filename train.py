@@ -432,7 +432,10 @@ class Training:
 
     @torch.no_grad()
     def loss_of(self, tokens: np.ndarray, windows: int | None) -> float:
-        """Mean loss in nats per token over that many fixed windows; None: over every token."""
+        """Mean loss in nats per token over that many fixed windows; None: over every token.
+
+        By the model as it is, since a compiled one would be compiled anew for these shapes.
+        """
         self.model.eval()
         losses, counts = [], []
         block_size, world = self.settings.block_size, self.world
@@ -442,7 +445,7 @@ class Training:
         ):
             inputs, targets = (machine.moved(half, self.device) for half in (inputs, targets))
             with machine.autocast(self.device, self.dtype):
-                losses.append(self.forward(inputs, targets)[1])
+                losses.append(self.model(inputs, targets)[1])
             counts.append(targets.numel())
         self.model.train()
         values = torch.stack(losses).tolist() if losses else []
