@@ -55,7 +55,7 @@ def check_dtype(name: str, device: torch.device) -> None:
 def allow_tf32(device: torch.device) -> None:
     """Lets a GPU multiply float32 matrices in TF32: the range of float32, 10 bits after the point.
 
-    Not called for the CPU, where the same switch would mean something else.
+    On a CPU, where the same switch would mean something else, nothing changes.
     """
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
